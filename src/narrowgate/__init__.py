@@ -1,0 +1,18 @@
+"""narrowgate makes PyTorch networks narrow while they train: learn which channels matter, then remove the others."""
+
+from narrowgate import norms, schedules
+from narrowgate._version import __version__
+from narrowgate.attach import Gates, attach_gates_, gates_of, merge_gates_, plain_state_dict
+from narrowgate.penalties import Penalty
+
+__all__ = [
+    "Gates",
+    "Penalty",
+    "__version__",
+    "attach_gates_",
+    "gates_of",
+    "merge_gates_",
+    "norms",
+    "plain_state_dict",
+    "schedules",
+]

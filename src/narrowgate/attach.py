@@ -1,0 +1,149 @@
+"""``attach_gates_``: put gates on the layers of any model, in place; ``merge_gates_``: take them off again."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from narrowgate.batched import forget_prepared_gates_, prepare_gates_together_
+from narrowgate.gated import has_gate
+from narrowgate.gates import ExponentialGate, Gate, HardConcreteGate, LinearGate
+from narrowgate.gateset import Gates, gates_of
+from narrowgate.sites import Site, Where, check_sites, find_sites, layers_of
+from narrowgate.swap import can_merge, check_gate_fits, divide_by_gate_, gate_layer_, merge_layer_
+
+__all__ = ["KINDS", "PLACEMENTS", "Gates", "Where", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"]
+
+KINDS = ("exponential", "linear", "hard-concrete")
+PLACEMENTS = ("before-norm", "after-norm")
+
+
+def attach_gates_(
+    model: nn.Module,
+    kind: str = "exponential",
+    *,
+    where: Where | None = None,
+    placement: str = "before-norm",
+    inputs: Where | None = None,
+    blocks: Where | None = None,
+    last: bool = False,
+    init: float | None = None,
+    keep_function: bool = False,
+) -> Gates:
+    """Gate every convolution and linear layer but the last, in place, and return the gates.
+
+    Args:
+        kind: ``exponential`` (the paper's), ``linear`` (BatchNorm's own scale) or ``hard-concrete`` (L0).
+        where: ``(name, module) -> bool`` narrows the choice; for linear gates it sees the BatchNorms.
+        placement: ``before-norm`` gates the layer; ``after-norm`` gates the BatchNorm registered directly behind it,
+            scale and shift together, so that a closed channel is zero and not the constant beta. A layer without one
+            is gated itself.
+        inputs: layers whose input features get gates as well. By default those a model names in ``gate_inputs``.
+        blocks: modules that get a single gate for their whole output, to drop for example a residual branch.
+        last: gate the last layer too, for a model without an output layer.
+        init: what ``g`` starts at. By default 1 for exponential gates and 0 for hard-concrete ones; a linear gate
+            whose BatchNorm is untouched (scale 1, shift 0) starts at 0.5, a trained one is left alone.
+        keep_function: divide the weights by the gates' first values, so that a trained model computes what it did.
+    """
+    _check_choices(kind, placement, where=where, inputs=inputs, blocks=blocks)
+    if kind == "linear":
+        if inputs or blocks or placement == "after-norm" or keep_function or last:
+            raise ValueError(
+                "linear gates are BatchNorm scales: inputs, blocks, placement, last and keep_function don't apply"
+            )
+        return _attach_linear_(model, where, init)
+    make = ExponentialGate if kind == "exponential" else HardConcreteGate
+    if init is not None and not make(1, init).final_value().item() > 0:
+        raise ValueError(f"init={init!r} starts {kind} gates closed; a closed gate can't learn to open")
+    sites, skipped = find_sites(model, where, placement == "after-norm", inputs, blocks, last)
+    if not sites:
+        raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers_of(model)), skipped))
+    check_sites(sites, keep_function)
+    gates: dict[str, Gate] = {}
+    for site in sites:
+        gate = make(site.size) if init is None else make(site.size, init)
+        _like_weights_of(site, model, gate)
+        gate_layer_(site.layer, site.key, gate)
+        if keep_function:
+            divide_by_gate_(site.layer, gate)
+        gates[site.label] = gate
+    prepare_gates_together_(model, {site.name: site.layer for site in sites})
+    return Gates(kind, gates, skipped)
+
+
+def merge_gates_(model: nn.Module) -> nn.Module:
+    """Multiply every gate into its layer's weights and make all layers ordinary again, in place."""
+    gated = {name: module for name, module in model.named_modules() if has_gate(module)}
+    if stuck := [name for name, module in gated.items() if not can_merge(module)]:
+        raise ValueError(
+            f"the gates on {', '.join(stuck)} multiply an output and have no weight to go into; "
+            "keep them, or gate a layer inside"
+        )
+    if gated:
+        gates_of(model).values()  # raises if one is NaN
+    for module in gated.values():
+        merge_layer_(module)
+    for module in model.modules():
+        forget_prepared_gates_(module)
+    return model
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """A gated model's weights with the gates multiplied in, under the keys of the ordinary model."""
+    return merge_gates_(copy.deepcopy(model)).state_dict()
+
+
+def _check_choices(kind: str, placement: str, **filters: Where | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"unknown gate kind {kind!r}; choose one of {', '.join(KINDS)}")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"unknown placement {placement!r}; choose one of {', '.join(PLACEMENTS)}")
+    for name, choose in filters.items():
+        if choose is not None and not callable(choose):
+            raise TypeError(f"{name} must be a function (name, module) -> bool, got {choose!r}")
+
+
+def _attach_linear_(model: nn.Module, where: Where | None, init: float | None) -> Gates:
+    if init is not None and not (math.isfinite(init) and init != 0):
+        raise ValueError(f"init must be a finite number other than 0, got {init!r}")
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    chosen: dict[str, _BatchNorm] = {}
+    skipped: dict[str, str] = {}
+    for name, norm in norms.items():
+        if where is not None and not where(name, norm):
+            continue
+        if not norm.affine:
+            skipped[name] = "it has no scale (affine=False)"
+        elif not norm.weight.requires_grad:
+            skipped[name] = "its scale is frozen (requires_grad=False)"
+        else:
+            check_gate_fits(name, norm, "gate")
+            chosen[name] = norm
+    if not chosen:
+        message = _nothing_to_gate(model, "BatchNorm", len(norms), skipped)
+        raise ValueError(f"{message} Linear gates are BatchNorm scales: use kind='exponential' for a model without.")
+    gates: dict[str, Gate] = {}
+    for name, norm in chosen.items():
+        untouched = bool((norm.weight == 1).all() and (norm.bias == 0).all())
+        if init is not None or untouched:
+            nn.init.constant_(norm.weight, 0.5 if init is None else init)
+        gates[name] = LinearGate(norm)
+        norm.register_module("gate", gates[name])
+    return Gates("linear", gates, skipped)
+
+
+def _nothing_to_gate(model: nn.Module, what: str, found: int, skipped: dict[str, str]) -> str:
+    reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+    rest = f" Left out: {reasons}." if reasons else ""
+    return f"nothing to gate in {type(model).__name__}: it has {found} x {what} and none was chosen.{rest}"
+
+
+def _like_weights_of(site: Site, model: nn.Module, gate: Gate) -> None:
+    """Put a gate where its layer is; float64 for a float64 layer, float32 for every other."""
+    parameter = next(site.layer.parameters(), next(model.parameters(), None))
+    if parameter is not None:
+        gate.to(parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,170 @@
+"""All gates of a model in a few large operations instead of several small ones a layer.
+
+A forward pre-hook on the model computes every gated weight ahead and leaves it with its layer; a layer that is called
+by itself, compiled, exported, checkpointed or sharded computes its own. Both ways do the same multiplications.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.gated import (
+    PREPARED,
+    GatedConv1d,
+    GatedConv2d,
+    GatedConv3d,
+    GatedLayer,
+    GatedLinear,
+    _GatedBatchNorm,
+    autocast_dtype,
+    saves_are_watched,
+)
+from narrowgate.gates import ExponentialGate, exponential_gate
+
+_ATTRIBUTE = "_narrowgate_layers"
+_CASTS_UNDER_AUTOCAST = (GatedConv1d, GatedConv2d, GatedConv3d, GatedLinear)
+
+
+def prepare_gates_together_(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Make this model's forward compute the weights of all these layers at once."""
+    if _ATTRIBUTE not in model.__dict__:
+        model.__dict__[_ATTRIBUTE] = {}
+        model.register_forward_pre_hook(_before)
+        model.register_forward_hook(_after, always_call=True)
+    model.__dict__[_ATTRIBUTE].update(layers)
+
+
+def forget_prepared_gates_(module: nn.Module) -> None:
+    """Undo ``prepare_gates_together_``."""
+    if module.__dict__.pop(_ATTRIBUTE, None) is None:
+        return
+    pre_hooks, hooks = cast(dict[int, Any], module._forward_pre_hooks), cast(dict[int, Any], module._forward_hooks)
+    for registered, ours in ((pre_hooks, _before), (hooks, _after)):
+        for key in [key for key, hook in registered.items() if hook is ours]:
+            del registered[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def nan_message(layers: list[str]) -> str:
+    """What to say when gate parameters are NaN."""
+    return (
+        f"gate parameters of {', '.join(layers)} contain NaN: training diverged. Go back to the last good checkpoint "
+        "and lower the learning rate or the penalty's strength"
+    )
+
+
+def _before(model: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or getattr(model, "_is_replica", False) or saves_are_watched():
+        return
+    layers: dict[str, nn.Module] = model.__dict__[_ATTRIBUTE]
+    ready = {name: cast(GatedLayer, layer) for name, layer in layers.items() if _is_simple(layer)}
+    if ready:
+        _prepare(ready)
+
+
+def _after(model: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    layers: dict[str, nn.Module] = model.__dict__[_ATTRIBUTE]
+    idle = {name: layer for name, layer in layers.items() if layer.__dict__.pop(PREPARED, None) is not None}
+    # output is None after an exception, and auxiliary heads idle in eval mode: neither means anything.
+    if not idle or output is None or not model.training:
+        return
+    for name in idle:  # from now on they compute their own, and get no gradient when they are not called
+        del layers[name]
+    eager = set(_modules_outside_compiled_ones(model))
+    if unused := [name for name, layer in idle.items() if layer in eager]:
+        warnings.warn(
+            f"the gates on {', '.join(unused)} have no effect: the model did not call these layers in this training "
+            "step. If it uses their weights directly, leave them out with where=",
+            stacklevel=2,
+        )
+
+
+def _modules_outside_compiled_ones(module: nn.Module) -> Iterator[nn.Module]:
+    forward = module.__dict__.get("forward")
+    if module._compiled_call_impl is None and not hasattr(forward, "_torchdynamo_orig_callable"):
+        yield module
+        for name, child in module._modules.items():
+            if child is not None and name != "_orig_mod":  # torch.compile's wrapper keeps the module under that name
+                yield from _modules_outside_compiled_ones(child)
+
+
+def _is_simple(layer: nn.Module) -> bool:
+    """One exponential gate on the first axis of a plain parameter: what the batched computation covers."""
+    if not isinstance(layer, (*_CASTS_UNDER_AUTOCAST, _GatedBatchNorm)):
+        return False
+    weight = layer._parameters.get("weight")
+    return (
+        weight is not None
+        and type(layer.gate) is ExponentialGate
+        and layer.gate_in is None
+        and layer.gate.size == weight.shape[0]
+        and type(weight) is nn.Parameter
+        and type(layer.gate.g) is nn.Parameter
+        and not layer._forward_pre_hooks
+    )
+
+
+def _prepare(layers: dict[str, GatedLayer]) -> None:
+    # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers. A bias and a
+    # norm's scale have rows of length 1.
+    stacks: dict[Any, list[tuple[GatedLayer, str, Tensor]]] = {}
+    for layer in layers.values():
+        for key in ("weight", "bias"):
+            tensor = layer._parameters.get(key)
+            if tensor is not None:
+                half = autocast_dtype(tensor) if isinstance(layer, _CASTS_UNDER_AUTOCAST) else None
+                rows = _rows(tensor)
+                stacks.setdefault((rows.shape[1], tensor.dtype, tensor.device, half), []).append((layer, key, rows))
+    values = _values(layers)
+    made: dict[int, dict[str, Tensor]] = {id(layer): {} for layer in layers.values()}
+    for (_, dtype, _, half), members in stacks.items():
+        factor = torch.cat([values[id(layer)] for layer, _, _ in members]).to(dtype)
+        scaled = torch.cat([rows for _, _, rows in members]) * factor[:, None]
+        if half is not None:  # casting the whole stack saves autocast a kernel a layer
+            scaled = scaled.to(half)
+        pieces = torch.split(scaled, [rows.shape[0] for _, _, rows in members])
+        for (layer, key, _), piece in zip(members, pieces, strict=True):
+            made[id(layer)][key] = _unrows(piece, cast(Tensor, layer._parameters[key]))
+    for layer in layers.values():
+        layer.__dict__[PREPARED] = (made[id(layer)]["weight"], made[id(layer)].get("bias"))
+
+
+def _values(layers: dict[str, GatedLayer]) -> dict[int, Tensor]:
+    """Each layer's gate values, computed in one go per device and dtype."""
+    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}
+    for name, layer in layers.items():
+        assert layer.gate is not None
+        g = layer.gate.g
+        groups.setdefault((g.device, g.dtype), []).append((id(layer), name, g))
+    values: dict[int, Tensor] = {}
+    for (device, _), members in groups.items():
+        flat = torch.cat([g for _, _, g in members])
+        if device.type == "cpu" and bool(flat.detach().sum().isnan()):
+            raise ValueError(nan_message([name for _, name, g in members if g.isnan().any()]))
+        pieces = torch.split(exponential_gate(flat), [g.numel() for _, _, g in members])
+        values.update((key, piece) for (key, _, _), piece in zip(members, pieces, strict=True))
+    return values
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() > 2 and tensor.stride(1) == 1 and tensor.stride(2) != 1
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A parameter as (output channels, the rest), without a copy for channels_last weights too."""
+    if _is_channels_last(tensor):
+        tensor = tensor.movedim(1, -1)
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def _unrows(rows: Tensor, like: Tensor) -> Tensor:
+    if _is_channels_last(like):
+        return rows.view(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+    return rows.view(like.shape)

@@ -1,0 +1,76 @@
+"""The ``narrowgate`` command: parse, call the library, print."""
+
+# No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+if TYPE_CHECKING:
+    import typer
+
+_INSTALL = {
+    "typer": 'pip install "narrowgate[cli]"',
+    "rich": 'pip install "narrowgate[cli]"',
+    "sklearn": 'pip install "narrowgate[cli]" scikit-learn',
+}
+
+
+def main() -> None:
+    """Run the command line; a missing optional package ends it with the command that installs it."""
+    try:
+        build_app()(prog_name="narrowgate")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _INSTALL:
+            raise
+        print(f"narrowgate: {package} is not installed. Install it with: {_INSTALL[package]}", file=sys.stderr)
+        sys.exit(1)
+
+
+def build_app() -> "typer.Typer":
+    """The commands. They are made here, and import what they need when they run, so that ``--help`` stays quick."""
+    import typer
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from narrowgate._version import __version__
+
+            typer.echo(f"narrowgate {__version__}")
+            raise typer.Exit()
+
+    @app.callback()
+    def narrowgate(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        """Make PyTorch networks narrow while they train.
+
+        Trainable gates learn which channels of a network matter; the channels whose gates close are exactly zero.
+        """
+
+    @app.command()
+    def demo(
+        epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 80,
+        seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches; the same seed, the same run.")] = 0,
+        penalty: Annotated[
+            Literal["l1", "l2", "bounded-l1"], typer.Option(help="What pulls the gates to zero.")
+        ] = "bounded-l1",
+        strength: Annotated[float, typer.Option(min=0, help="How hard it pulls; 0 closes nothing.")] = 0.01,
+        placement: Annotated[
+            Literal["after-norm", "before-norm"], typer.Option(help="Gate each BatchNorm, or the convolution before it.")
+        ] = "after-norm",
+    ) -> None:
+        """Train a small network on handwritten digits until most of its channels are closed (half a minute on a CPU).
+
+        The images come with scikit-learn: nothing is downloaded.
+        """
+        from narrowgate.demo import Settings, run
+
+        outcome = run(Settings(epochs, seed, penalty, strength, placement))
+        if outcome.closed == 0:
+            typer.echo("No gate closed, so there is nothing to remove: raise --strength or --epochs.", err=True)
+            raise typer.Exit(1)
+
+    return app

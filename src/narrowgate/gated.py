@@ -1,0 +1,194 @@
+"""Gated layers: ordinary PyTorch layers whose class was swapped, so that a gate multiplies their weight and bias.
+
+Multiplying the weight instead of the feature map is the same function without a pass over the feature map. The
+parameters keep their names, so an ordinary checkpoint loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from narrowgate.gates import Gate
+
+Effective = tuple[Tensor, Tensor | None]
+PREPARED = "_prepared_by_narrowgate"
+"""Key in a layer's ``__dict__`` for a weight and bias that were computed ahead, together with all other layers'."""
+
+
+class GatedLayer(nn.Module):
+    """Mixin of all swapped classes: ``gate`` scales output channels, ``gate_in`` input channels; either may be None."""
+
+    gate: Gate | None
+    gate_in: Gate | None
+    plain_class: type[nn.Module]
+
+    def effective(self) -> Effective:
+        """Weight and bias with the gates multiplied in: what the layer computes with."""
+        if not torch.compiler.is_compiling():
+            prepared: Effective | None = self.__dict__.pop(PREPARED, None)
+            if prepared is not None and self._fits_here(prepared[0]):
+                return prepared
+        return self.scaled(
+            None if self.gate is None else self.gate.value(),
+            None if self.gate_in is None else self.gate_in.value(),
+        )
+
+    def scaled(self, out: Tensor | None, into: Tensor | None) -> Effective:
+        """Weight and bias times the given factors of output and input channels."""
+        weight, bias = cast(Tensor, self.weight), cast("Tensor | None", self.bias)
+        if out is not None:
+            out = out.to(weight.dtype)
+            weight = self._scale_outputs(weight, out)
+            bias = None if bias is None else bias * out
+        if into is not None:
+            weight = self._scale_inputs(weight, into.to(weight.dtype))
+        return weight, bias
+
+    def _fits_here(self, prepared: Tensor) -> bool:
+        """Whether a weight prepared before the model's forward serves under the modes in force at this layer."""
+        weight = cast(Tensor, self.weight)
+        if saves_are_watched() or prepared.dtype not in (weight.dtype, autocast_dtype(weight)):
+            return False
+        if prepared.requires_grad or not torch.is_grad_enabled():
+            return True
+        return not (weight.requires_grad or cast(Gate, self.gate).g.requires_grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle never holds prepared weights, even one made in the middle of a forward.
+        return {key: value for key, value in self.__dict__.items() if key != PREPARED}
+
+    def _scale_outputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor.view(-1, *[1] * (weight.dim() - 1))
+
+    def _scale_inputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor.view(1, -1, *[1] * (weight.dim() - 2))
+
+
+class _GatedConv(GatedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._conv_forward(x, *self.effective()))  # type: ignore[operator]
+
+
+class _GatedConvTranspose(GatedLayer):
+    groups: int
+    function: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        layer: Any = self
+        weight, bias = self.effective()
+        spatial = weight.dim() - 2
+        padding = layer._output_padding(
+            x, output_size, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
+        )
+        return type(self).function(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+
+    # The weight of a transposed convolution is (in, out / groups, ...), output channels running group by group.
+    def _scale_outputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        if factor.numel() == 1:
+            return weight * factor
+        split = weight.view(self.groups, -1, *weight.shape[1:])
+        return (split * factor.view(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
+
+    def _scale_inputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor.view(-1, *[1] * (weight.dim() - 1))
+
+
+class GatedConv1d(_GatedConv, nn.Conv1d):
+    plain_class = nn.Conv1d
+
+
+class GatedConv2d(_GatedConv, nn.Conv2d):
+    plain_class = nn.Conv2d
+
+
+class GatedConv3d(_GatedConv, nn.Conv3d):
+    plain_class = nn.Conv3d
+
+
+class GatedConvTranspose1d(_GatedConvTranspose, nn.ConvTranspose1d):
+    plain_class = nn.ConvTranspose1d
+    function = staticmethod(F.conv_transpose1d)
+
+
+class GatedConvTranspose2d(_GatedConvTranspose, nn.ConvTranspose2d):
+    plain_class = nn.ConvTranspose2d
+    function = staticmethod(F.conv_transpose2d)
+
+
+class GatedConvTranspose3d(_GatedConvTranspose, nn.ConvTranspose3d):
+    plain_class = nn.ConvTranspose3d
+    function = staticmethod(F.conv_transpose3d)
+
+
+class GatedLinear(GatedLayer, nn.Linear):
+    plain_class = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.effective())
+
+
+class _GatedBatchNorm(GatedLayer):
+    """Scale and shift are gated together: a closed channel is zero, not the constant beta."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = cast(nn.BatchNorm2d, self)
+        norm._check_input_dim(x)
+        momentum = 0.0 if norm.momentum is None else norm.momentum
+        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if norm.momentum is None:
+                momentum = 1.0 / float(norm.num_batches_tracked)
+        batch_statistics = norm.training or (norm.running_mean is None and norm.running_var is None)
+        keep_running = not norm.training or norm.track_running_stats
+        weight, bias = self.effective()
+        return F.batch_norm(
+            x,
+            norm.running_mean if keep_running else None,
+            norm.running_var if keep_running else None,
+            weight,
+            bias,
+            batch_statistics,
+            momentum,
+            norm.eps,
+        )
+
+
+class GatedBatchNorm1d(_GatedBatchNorm, nn.BatchNorm1d):
+    plain_class = nn.BatchNorm1d
+
+
+class GatedBatchNorm2d(_GatedBatchNorm, nn.BatchNorm2d):
+    plain_class = nn.BatchNorm2d
+
+
+class GatedBatchNorm3d(_GatedBatchNorm, nn.BatchNorm3d):
+    plain_class = nn.BatchNorm3d
+
+
+_top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saves_are_watched() -> bool:
+    """Whether activation checkpointing (or the like) follows what autograd saves; unknown in torch before 2.8: True.
+
+    It compares what a forward and its recomputation save, and only the first of the two would find prepared weights.
+    """
+    return _top_saved_tensor_hooks is None or _top_saved_tensor_hooks(True) is not None
+
+
+def autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """The dtype autocast would cast this weight to."""
+    device = weight.device.type
+    if weight.dtype != torch.float32 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def has_gate(module: nn.Module) -> bool:
+    """Whether a layer has a gate of its own, on its outputs or inputs."""
+    return any(isinstance(module._modules.get(key), Gate) for key in ("gate", "gate_in"))

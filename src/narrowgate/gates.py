@@ -1,0 +1,166 @@
+"""Gates: tiny modules that hold one trainable number ``g`` per group and turn it into a factor in [0, 1).
+
+Exponential gates are from Mummadi et al., "Group Pruning using a Bounded-lp norm"; linear gates are the scales of
+BatchNorm (Liu et al. 2017, "Network Slimming"); hard-concrete gates are from Louizos et al. 2017, "Learning Sparse
+Neural Networks through L0 Regularization".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.norms import at_least_float32
+
+CLOSING_POINT = 2.0**-12.5
+"""An exponential gate is closed where ``|g|`` is below this: where float32 ``1 - exp(-g*g)`` rounds to 0."""
+
+# The smallest float32 above 2**-12.5. No float32 lies between the two, so comparing with it is exact on every backend,
+# while 2**-12.5 itself would be rounded *down* to a float32 that is inside the closed range.
+_FIRST_OPEN_FLOAT32 = float.fromhex("0x1.6a09e8p-13")
+
+
+def exponential_gate(g: Tensor) -> Tensor:
+    """``1 - exp(-g^2)``, exactly 0 (with gradient 0) where ``|g| < 2**-12.5``; at least float32 whatever g is."""
+    g = at_least_float32(g)
+    closed = g.detach().abs() < (CLOSING_POINT if g.dtype == torch.float64 else _FIRST_OPEN_FLOAT32)
+    return torch.where(closed, torch.zeros_like(g), -torch.expm1(-g * g))
+
+
+def hard_concrete_gate(
+    log_alpha: Tensor,
+    *,
+    sample: bool,
+    temperature: float = 2 / 3,
+    stretch: tuple[float, float] = (-0.1, 1.1),
+) -> Tensor:
+    """A stretched, clamped concrete variable in [0, 1]: sampled for training, its deterministic estimate otherwise.
+
+    The estimate is exactly 0 where ``log_alpha <= log(-low / high)``, defined here and not left to rounding.
+    """
+    low, high = stretch
+    log_alpha = at_least_float32(log_alpha)
+    if sample:
+        u = torch.empty_like(log_alpha).uniform_(1e-6, 1 - 1e-6)
+        s = torch.sigmoid((u.log() - (-u).log1p() + log_alpha) / temperature)
+        return (s * (high - low) + low).clamp(0.0, 1.0)
+    value = (torch.sigmoid(log_alpha) * (high - low) + low).clamp(0.0, 1.0)
+    return torch.where(log_alpha.detach() <= math.log(-low / high), torch.zeros_like(value), value)
+
+
+def expected_l0(log_alpha: Tensor, temperature: float = 2 / 3, stretch: tuple[float, float] = (-0.1, 1.1)) -> Tensor:
+    """Each hard-concrete gate's probability of being open, the smooth stand-in for the 0-norm."""
+    low, high = stretch
+    return torch.sigmoid(at_least_float32(log_alpha) - temperature * math.log(-low / high))
+
+
+class Gate(nn.Module):
+    """One factor per group: ``value()`` is what the layer multiplies by, ``final_value()`` what training leaves."""
+
+    kind: str = ""
+    g: Tensor
+
+    def value(self) -> Tensor:
+        raise NotImplementedError
+
+    def final_value(self) -> Tensor:
+        """The deterministic factor, detached."""
+        return self.value().detach()
+
+    def close_(self, mask: Tensor) -> None:
+        """Close the gates selected by a boolean mask."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """How many groups this gate serves."""
+        return self.g.numel()
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, kind={self.kind!r}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # An ordinary checkpoint knows no gates: it loads, and the gates stay as they are.
+        if prefix + "g" in state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ExponentialGate(Gate):
+    """The paper's gate: ``1 - exp(-g^2)``, g starts at 1."""
+
+    kind = "exponential"
+
+    def __init__(self, size: int, init: float = 1.0, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.full((size,), float(init), device=device))
+
+    def value(self) -> Tensor:
+        return exponential_gate(self.g)
+
+    @torch.no_grad()
+    def close_(self, mask: Tensor) -> None:
+        self.g.masked_fill_(mask, 0.0)
+
+
+class HardConcreteGate(Gate):
+    """A stochastic gate for L0 regularisation; ``g`` is log alpha, 0 meaning that half of the samples are dropped."""
+
+    kind = "hard-concrete"
+
+    def __init__(
+        self,
+        size: int,
+        init: float = 0.0,
+        device: torch.device | None = None,
+        temperature: float = 2 / 3,
+        stretch: tuple[float, float] = (-0.1, 1.1),
+    ) -> None:
+        super().__init__()
+        if temperature <= 0 or not stretch[0] < 0 < 1 < stretch[1]:
+            raise ValueError(
+                f"a hard-concrete gate needs temperature > 0 and stretch around [0, 1], got {temperature} and {stretch}"
+            )
+        self.temperature = temperature
+        self.stretch = stretch
+        self.g = nn.Parameter(torch.full((size,), float(init), device=device))
+
+    def value(self) -> Tensor:
+        return hard_concrete_gate(self.g, sample=self.training, temperature=self.temperature, stretch=self.stretch)
+
+    @torch.no_grad()
+    def final_value(self) -> Tensor:
+        return hard_concrete_gate(self.g, sample=False, temperature=self.temperature, stretch=self.stretch)
+
+    def expected_l0(self) -> Tensor:
+        return expected_l0(self.g, self.temperature, self.stretch)
+
+    @torch.no_grad()
+    def close_(self, mask: Tensor) -> None:
+        # Far below the closing point log(-low / high), where samples are closed too.
+        self.g.masked_fill_(mask, 2 * math.log(-self.stretch[0] / self.stretch[1]) - 10.0)
+
+
+class LinearGate(Gate):
+    """A view of a BatchNorm's own scale as a gate: it adds no parameter and changes nothing in the layer."""
+
+    kind = "linear"
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["norm"] = norm  # not a submodule: the norm owns this gate, not the other way round
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        weight = self.__dict__["norm"].weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def value(self) -> Tensor:
+        return self.g.abs()
+
+    @torch.no_grad()
+    def close_(self, mask: Tensor) -> None:
+        self.g.masked_fill_(mask, 0.0)

@@ -1,0 +1,160 @@
+"""Penalties on gates: in the loss (``loss + penalty()``) or as a proximal step after the optimizer's."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from narrowgate import norms
+from narrowgate.gates import HardConcreteGate
+from narrowgate.gateset import Gates
+from narrowgate.schedules import Schedule, as_schedule
+
+KINDS = ("l1", "l2", "bounded-l1", "bounded-lp", "l0")
+
+
+class Penalty:
+    """``strength`` times a norm of all gate parameters.
+
+    ``l1`` is ``sum |g| / sigma``, ``l2`` is ``sum g^2 / 2`` (so that strength is a weight decay), ``bounded-l1`` and
+    ``bounded-lp`` are ``sum 1 - exp(-(|g| / sigma)^p)``, ``l0`` is the expected number of open hard-concrete gates.
+    ``strength`` and ``sigma`` are numbers or schedules; ``set_epoch`` moves the schedules on.
+    """
+
+    def __init__(
+        self,
+        gates: Gates,
+        kind: str,
+        strength: float | Schedule,
+        sigma: float | Schedule = 1.0,
+        p: float | None = None,
+    ) -> None:
+        self.gates = gates
+        self.kind = kind
+        self.p = _check_kind(kind, p, gates)
+        self._strength_schedule = as_schedule("strength", strength)
+        self._sigma_schedule = as_schedule("sigma", sigma)
+        # On the gates' device and changed in place, so that a captured CUDA graph sees a new epoch's values.
+        self._strength_tensor: Tensor | None = None
+        self._sigma_tensor: Tensor | None = None
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take strength and sigma from their schedules at this epoch (counted from 0)."""
+        self.strength = self._strength_schedule(epoch)
+        self.sigma = self._sigma_schedule(epoch)
+
+    @property
+    def strength(self) -> float:
+        """The factor before the norm."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        norms.check_not_negative("strength", value)
+        self._strength = float(value)
+        if self._strength_tensor is not None:
+            self._strength_tensor.fill_(self._strength)
+
+    @property
+    def sigma(self) -> float:
+        """The width of the bounded norm; for l1 a plain divisor."""
+        return self._sigma
+
+    @sigma.setter
+    def sigma(self, value: float) -> None:
+        norms.check_positive("sigma", value)
+        if self.kind in ("l2", "l0") and value != 1.0:
+            raise ValueError(f"the {self.kind} penalty has no sigma; leave it at 1.0 and change strength instead")
+        self._sigma = float(value)
+        if self._sigma_tensor is not None:
+            self._sigma_tensor.fill_(self._sigma)
+
+    def __call__(self) -> Tensor:
+        """The penalty as a scalar to add to the loss."""
+        g = self._expected_open() if self.kind == "l0" else self.gates.flat()
+        strength, sigma = self._scalars(g)
+        if self.kind == "l0":
+            norm = g.sum()
+        elif self.kind == "l1":
+            norm = norms.l1(g) / sigma
+        elif self.kind == "l2":
+            norm = norms.l2(g) / 2
+        else:
+            norm = norms.bounded_lp(g, self.p, sigma)
+        return (strength * norm).to(norms.at_least_float32(g).dtype)
+
+    @torch.no_grad()
+    def proximal_(self, lr: float | Tensor) -> None:
+        """Shrink the gates in place by one proximal step of size ``lr``; small ones stop at exactly 0.
+
+        Call it after ``optimizer.step()`` and leave ``penalty()`` out of the loss. Under momentum m a penalty in the
+        loss moves a gate by ``lr * strength / (1 - m)`` a step; pass ``lr / (1 - m)`` to shrink at that speed.
+        """
+        norms.check_not_negative("lr", lr)
+        if self.kind == "l0":
+            raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
+        flat = self.gates.flat()
+        g = norms.at_least_float32(flat)
+        strength, sigma = self._scalars(g)
+        if self.kind == "l2":
+            new = g / (1 + lr * strength)
+        else:
+            new = torch.sign(g) * (g.abs() - lr * strength * self._slope(g.abs(), sigma)).clamp(min=0)
+        self.gates.assign_(new.to(flat.dtype))
+
+    def _slope(self, size: Tensor, sigma: Tensor) -> Tensor:
+        """The norm's derivative at ``size`` > 0.
+
+        The norm is concave in ``|g|`` for p <= 1, so its tangent lies above it and a soft-threshold with that slope
+        is a step that never raises the objective (majorise, then minimise).
+        """
+        if self.kind == "l1":
+            return 1 / sigma
+        limits = torch.finfo(size.dtype)
+        ratio = size.clamp(min=limits.tiny) / sigma
+        exponent = ratio**self.p
+        slope = self.p / sigma * ratio ** (self.p - 1) * torch.exp(-exponent)
+        # Never inf or NaN, so that a strength of 0 shrinks nothing.
+        return torch.where(exponent > norms.SATURATED_EXPONENT, torch.zeros_like(size), slope.clamp(max=limits.max))
+
+    def _expected_open(self) -> Tensor:
+        """Each hard-concrete gate's probability of being open, as one vector on the first gate's device."""
+        gates = [cast(HardConcreteGate, gate) for gate in self.gates.modules()]
+        return torch.cat([gate.expected_l0().to(gates[0].g.device) for gate in gates])
+
+    def _scalars(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        if self._strength_tensor is None or self._sigma_tensor is None or self._strength_tensor.device != like.device:
+            dtype = torch.float32 if like.device.type == "mps" else torch.float64
+            with torch.inference_mode(False):  # they outlive this call
+                self._strength_tensor = torch.tensor(self._strength, dtype=dtype, device=like.device)
+                self._sigma_tensor = torch.tensor(self._sigma, dtype=dtype, device=like.device)
+        return self._strength_tensor, self._sigma_tensor
+
+    def __repr__(self) -> str:
+        sigma = "" if self.kind in ("l2", "l0") else f", sigma={self.sigma:g}"
+        p = f", p={self.p:g}" if self.kind == "bounded-lp" else ""
+        return f"Penalty({self.kind!r}, strength={self.strength:g}{sigma}{p}, gates={self.gates.count})"
+
+
+def _check_kind(kind: str, p: float | None, gates: Gates) -> float:
+    """The exponent to use, or an error for a penalty that does not exist or does not fit these gates."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown penalty {kind!r}; choose one of {', '.join(KINDS)}")
+    if not isinstance(gates, Gates):
+        raise TypeError(f"Penalty needs the Gates that attach_gates_ returned, got a {type(gates).__name__}")
+    if unfit := [name for name in gates if (gates[name].kind == "hard-concrete") != (kind == "l0")]:
+        remedy = "use 'l0' for hard-concrete gates" if kind != "l0" else "it is for kind='hard-concrete'"
+        raise ValueError(
+            f"the {kind} penalty does not fit the {gates[unfit[0]].kind} gates on {', '.join(unfit)}; {remedy}"
+        )
+    if kind == "bounded-lp":
+        if p is None:
+            raise ValueError("the bounded-lp penalty needs its exponent: pass p=, for example p=0.5")
+        norms.check_positive("p", p)
+        return float(p)
+    if p is not None:
+        raise ValueError(f"the {kind} penalty takes no p; use 'bounded-lp' to choose the exponent")
+    return 1.0
