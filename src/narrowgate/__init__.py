@@ -3,16 +3,36 @@
 from narrowgate import norms, schedules
 from narrowgate._version import __version__
 from narrowgate.attach import Gates, attach_gates_, gates_of, merge_gates_, plain_state_dict
+from narrowgate.flow import (
+    CollapseError,
+    Plan,
+    PlanError,
+    TraceError,
+    Verification,
+    VerificationError,
+    compact,
+    plan,
+    verify,
+)
 from narrowgate.penalties import Penalty
 
 __all__ = [
+    "CollapseError",
     "Gates",
     "Penalty",
+    "Plan",
+    "PlanError",
+    "TraceError",
+    "Verification",
+    "VerificationError",
     "__version__",
     "attach_gates_",
+    "compact",
     "gates_of",
     "merge_gates_",
     "norms",
     "plain_state_dict",
+    "plan",
     "schedules",
+    "verify",
 ]

@@ -1,0 +1,19 @@
+"""Remove: channel-level constant propagation and dead-code elimination on any model, gated or not."""
+
+from narrowgate.flow.decide import CollapseError
+from narrowgate.flow.plan import Plan, plan
+from narrowgate.flow.surgery import PlanError, compact
+from narrowgate.flow.trace import TraceError
+from narrowgate.flow.verify import Verification, VerificationError, verify
+
+__all__ = [
+    "CollapseError",
+    "Plan",
+    "PlanError",
+    "TraceError",
+    "Verification",
+    "VerificationError",
+    "compact",
+    "plan",
+    "verify",
+]

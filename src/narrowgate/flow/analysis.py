@@ -1,0 +1,225 @@
+"""Two sweeps over a graph: constants forward, liveness backward, and who is coupled with whom on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from narrowgate.flow.state import PINNED, Labels, Mask, State, labelled, unlabelled
+from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
+
+Backward = Callable[[Mask], None]
+
+
+@dataclass(frozen=True)
+class Wall:
+    """An operation that keeps its inputs at full width: where, which, and why."""
+
+    layer: str
+    op: str
+    why: str
+
+
+@dataclass
+class Mixer:
+    """A convolution or linear layer: the operations whose weights are cut along two axes.
+
+    ``foldable`` says whether a constant input channel acts like a bias (no padding); ``needed_rows`` are the output
+    channels that vary and matter, ``live_columns`` the input channels those read with a non-zero weight.
+    """
+
+    node: Node
+    layer: str
+    weight: str
+    bias: str | None
+    groups: int
+    out_axis: int
+    inputs: State
+    output: State
+    foldable: bool
+    shared: bool
+    needed_rows: Mask = field(default_factory=lambda: np.zeros(0, bool))
+    live_columns: Mask = field(default_factory=lambda: np.zeros(0, bool))
+
+
+class Flow:
+    """Everything the sweeps learn about one graph."""
+
+    def __init__(self, graph: Graph, model: nn.Module, constants: str = "exact") -> None:
+        self.graph = graph
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        self.constants = constants
+        self.uses = graph.uses()
+        self.states: dict[Node, State | list[State]] = {}
+        self.live: dict[Node, Any] = {}
+        self.mixers: list[Mixer] = []
+        self.walls: list[Wall] = []
+        self.edges: list[tuple[Labels, Labels]] = []
+        self.pinned: list[tuple[Labels, str]] = []
+        self.equal_counts: list[Labels] = []
+        self.axis_labels: dict[tuple[str, int], Labels] = {}
+        self.label_count = 1  # 0 is PINNED
+        self._backward: dict[Node, Backward] = {}
+        self._replaced: dict[Node, Node] = {}
+        self._read_as: dict[Node, dict[Node, Node]] = {}
+
+    # -- labels ------------------------------------------------------------------------------------------------------
+    def labels_of(self, name: str, axis: int) -> Labels:
+        """The labels of one axis of a parameter or buffer, made at first sight."""
+        key = (name, axis)
+        if key not in self.axis_labels:
+            size = self.tensors[name].shape[axis]
+            self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
+            self.label_count += size
+        return self.axis_labels[key]
+
+    def tie(self, first: Labels, second: Labels) -> None:
+        """Positions with these labels stay or go together."""
+        if first is not second:
+            self.edges.append((first.reshape(-1), second.reshape(-1)))
+
+    def pin(self, labels: Labels, why: str) -> None:
+        """Positions with these labels stay."""
+        self.pinned.append((labels.reshape(-1), why))
+
+    def wall(self, node: Node, inputs: list[Node], why: str) -> None:
+        """Keep every input of an operation at full width, and say so if that costs anything."""
+        op, layer = op_name(node), layer_of(node)
+        costs = False
+        for source in inputs:
+            for state in self._all_states(source):
+                if state.axis is not None and (state.labels != PINNED).any():
+                    self.pin(state.labels, f"{op} in {layer}")
+                    costs = True
+        if costs:
+            self.walls.append(Wall(layer, op, why))
+
+    # -- states ------------------------------------------------------------------------------------------------------
+    def resolve(self, node: Node) -> Node:
+        """The operation that last wrote this tensor."""
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def state(self, node: Node) -> State:
+        """What is known of a tensor."""
+        state = self._look_up(self.resolve(node))
+        assert isinstance(state, State), f"{node} is a tuple"
+        return state
+
+    def _look_up(self, node: Node) -> State | list[State]:
+        if node not in self.states:
+            self.states[node] = self._raw(self.graph.tensors[node])
+        return self.states[node]
+
+    def _all_states(self, node: Node) -> list[State]:
+        state = self._look_up(node)
+        return state if isinstance(state, list) else [state]
+
+    def put(self, node: Node, state: State | list[State], backward: Backward) -> None:
+        """Record an operation's result and how liveness goes back through it."""
+        self.states[node] = state
+        self._backward[node] = backward
+
+    def mark(self, node: Node, mask: Mask | bool) -> None:
+        """Say that positions of a tensor are read by something that matters."""
+        if node not in self.states:
+            return
+        live, state = self.live[node], self.states[node]
+        for one, one_state in zip(live, state, strict=True) if isinstance(state, list) else [(live, state)]:
+            one |= mask if np.ndim(mask) == 0 or len(one) == len(mask) else np.any(mask)  # type: ignore[arg-type]
+            assert len(one) == len(one_state.labels)
+
+    # -- the sweeps --------------------------------------------------------------------------------------------------
+    def run(self, rules: dict[str, Callable[[Flow, Node], None]]) -> Flow:
+        """Sweep forward through all operations, then backward from the outputs."""
+        order = [node for node in self.graph.nodes if node.op != "output"]
+        for node in order:
+            if node.op == "call_function":
+                self._step(node, rules)
+            else:
+                self._start(node)
+        for node in self.graph.outputs:
+            last = self.resolve(node)
+            for state in self._all_states(last):
+                self.pin(state.labels, "the model's output")
+        self.live = {
+            node: [np.zeros(len(s.labels), bool) for s in state]
+            if isinstance(state, list)
+            else np.zeros(len(state.labels), bool)
+            for node, state in self.states.items()
+        }
+        for node in self.graph.outputs:
+            self.mark(self.resolve(node), True)
+        for node in reversed(order):
+            if node in self._backward:
+                self._backward[node](self.live[node])
+        return self
+
+    def _step(self, node: Node, rules: dict[str, Callable[[Flow, Node], None]]) -> None:
+        # Arguments are resolved now: a later in-place operation must not change what this one read.
+        self._read_as[node] = {source: self.resolve(source) for source in node.all_input_nodes}
+        name = op_name(node).rstrip("_") if is_in_place(node) else op_name(node)
+        rule = rules.get(name)
+        if rule is None:
+            wall_rule(self, node)
+        else:
+            rule(self, node)
+        if is_in_place(node) and isinstance(node.args[0], Node):
+            self._replaced[self.resolve(node.args[0])] = node
+
+    def reads(self, node: Node, source: Any) -> Node:
+        """The tensor an operation really read when it named this argument."""
+        assert isinstance(source, Node)
+        return self._read_as[node][source]
+
+    def _start(self, node: Node) -> None:
+        if node not in self.graph.tensors:  # parameters are looked at when something reads them as tensors
+            value = node.meta.get("val")
+            self.states[node] = unlabelled(tuple(value.shape) if isinstance(value, Tensor) else ())
+
+    def _raw(self, name: str) -> State:
+        """A parameter read as an ordinary tensor: labelled along its one long axis, else where channels usually are."""
+        tensor = self.tensors[name].detach()
+        shape = tuple(tensor.shape)
+        long = [axis for axis, size in enumerate(shape) if size > 1]
+        if not long:
+            return unlabelled(shape, float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else float("nan"))
+        axis = long[0] if len(long) == 1 else (1 if len(shape) == 4 else len(shape) - 1)
+        for other in long:
+            if other != axis:
+                self.pin(self.labels_of(name, other), f"{name} read as a tensor")
+        rows = tensor.movedim(axis, 0).reshape(shape[axis], -1).double()
+        same = (rows == rows[:, :1]).all(1)
+        values = torch.where(same, rows[:, 0], torch.full_like(rows[:, 0], float("nan"))).cpu().numpy()
+        return labelled(shape, axis, self.labels_of(name, axis), values)
+
+
+def wall_rule(flow: Flow, node: Node, why: str = "no rule for this operation") -> None:
+    """The rule of every operation without one: full width before and after, everything varies, everything matters."""
+    sources = [flow.reads(node, source) for source in node.all_input_nodes]
+    flow.wall(node, sources, why)
+    value = node.meta.get("val")
+    state: State | list[State]
+    if isinstance(value, (tuple, list)):
+        state = [unlabelled(tuple(v.shape)) if isinstance(v, Tensor) else unlabelled(()) for v in value]
+    else:
+        state = unlabelled(tuple(value.shape) if isinstance(value, Tensor) else ())
+
+    def backward(live: Any) -> None:
+        if any(np.any(one) for one in live):
+            for source in sources:
+                flow.mark(source, True)
+
+    flow.put(node, state, backward)
+

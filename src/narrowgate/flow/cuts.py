@@ -1,0 +1,46 @@
+"""The vocabulary of a plan: what stays of a parameter, and how a layer's numbers change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of one parameter or buffer: positions by axis; with groups, input positions for each group."""
+
+    shape: tuple[int, ...]
+    keep: dict[int, list[int]]
+    grouped: list[list[int]] | None = None
+
+    @property
+    def new_shape(self) -> tuple[int, ...]:
+        shape = [len(self.keep.get(axis, range(size))) for axis, size in enumerate(self.shape)]
+        if self.grouped is not None:
+            shape[1] = len(self.grouped[0])
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """How a layer's numbers change before it is cut.
+
+    ``rows`` are output channels that are constant: their weight becomes 0 and their bias the number. ``folded`` are
+    input channels that are constant: their part goes into the bias. ``carried`` are such channels as multiples of the
+    constant ``carrier``: their weights are added to its.
+    """
+
+    layer: str
+    weight: str
+    bias: str | None
+    groups: int
+    transposed: bool
+    rows: dict[int, float] = field(default_factory=dict)
+    folded: dict[int, float] = field(default_factory=dict)
+    carried: dict[int, float] = field(default_factory=dict)
+    carrier: int | None = None
+    new_bias: bool = False
+    new_groups: int = 1
+    gather: list[int] | None = None
+    scatter: list[int] | None = None
+    fill: list[float] | None = None

@@ -1,0 +1,200 @@
+"""Rules for layers with weights across channels: convolutions, transposed convolutions, linear, embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.fx import Node
+from torch.nn.modules.conv import _ConvNd
+
+from narrowgate.flow.analysis import Flow, Mixer, wall_rule
+from narrowgate.flow.movement import arg, shape_of
+from narrowgate.flow.state import Mask, State, Values, labelled
+from narrowgate.flow.trace import layer_of, op_name
+
+
+def convolution(flow: Flow, node: Node) -> None:
+    """conv1d/2d/3d and linear: y = W x + b over channels, whatever the kernel does in space."""
+    linear = op_name(node) == "linear"
+    names = _parameter_names(flow, node)
+    if names is None:
+        wall_rule(flow, node, "its weight is computed, not a parameter")
+        return
+    weight_name, bias_name = names
+    weight = flow.tensors[weight_name].detach()
+    groups = 1 if linear else int(arg(node, 6, "groups", 1))
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    shape = shape_of(node)
+    axis = len(state.shape) - 1 if linear else len(state.shape) - (weight.dim() - 1)
+    out_axis = len(shape) - 1 if linear else axis
+    _tie_inputs(flow, node, read, state, axis, weight_name, groups)
+
+    nonzero = (weight != 0).reshape(*weight.shape[:2], -1).any(2).cpu().numpy()
+    nonzero = nonzero.reshape(groups, -1, weight.shape[1])  # group, output, input
+    inputs = state.along(axis)
+    foldable = linear or _unpadded(arg(node, 4, "padding", 0), weight.shape[2:])
+    shared = not _editable(flow, node, weight_name, bias_name)
+    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, foldable, shared)
+    result = labelled(shape, out_axis, flow.labels_of(weight_name, 0), values)
+    if bias_name is not None:
+        flow.tie(flow.labels_of(bias_name, 0), result.labels)
+    seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
+    mixer = Mixer(
+        node, layer_of(node), weight_name, bias_name, groups, 0, seen_as, result, foldable and not shared, shared
+    )
+    flow.mixers.append(mixer)
+    flow.put(node, result, _backward(flow, mixer, read, nonzero))
+
+
+def transposed_convolution(flow: Flow, node: Node) -> None:
+    """Its borders overlap fewer kernels, so a non-zero constant never stays one; otherwise like a convolution."""
+    names = _parameter_names(flow, node)
+    groups = int(arg(node, 6, "groups", 1))
+    if names is None or groups != 1:
+        wall_rule(flow, node, "its weight is computed, not a parameter" if names is None else "it has groups")
+        return
+    weight_name, bias_name = names
+    weight = flow.tensors[weight_name].detach()
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    axis = len(state.shape) - (weight.dim() - 1)
+    if state.axis == axis:
+        flow.tie(state.labels, flow.labels_of(weight_name, 0))
+    else:
+        flow.pin(flow.labels_of(weight_name, 0), f"the input of {layer_of(node)}")
+    nonzero = (weight != 0).reshape(*weight.shape[:2], -1).any(2).cpu().numpy().T[None]
+    inputs = state.along(axis)
+    shared = not _editable(flow, node, weight_name, bias_name)
+    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, False, shared, transposed=True)
+    result = labelled(shape_of(node), axis, flow.labels_of(weight_name, 1), values)
+    if bias_name is not None:
+        flow.tie(flow.labels_of(bias_name, 0), result.labels)
+    seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
+    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, False, shared)
+    flow.mixers.append(mixer)
+    flow.put(node, result, _backward(flow, mixer, read, nonzero))
+
+
+def embedding(flow: Flow, node: Node) -> None:
+    """Rows are looked up, columns are channels."""
+    source: Any = node.args[0]
+    name = flow.graph.tensors.get(source)
+    if name is None:
+        wall_rule(flow, node)
+        return
+    table = flow.tensors[name].detach()
+    same = (table == table[:1]).all(0).cpu().numpy()
+    values = np.where(same, table[0].double().cpu().numpy(), np.nan)
+    shape = shape_of(node)
+    flow.pin(flow.labels_of(name, 0), f"the rows of {layer_of(node)}")
+    flow.put(node, labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values), lambda live: None)
+
+
+def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
+    """The names of weight and bias, or None where one of them is not a parameter of the model itself."""
+    weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
+    names = []
+    for source in (weight, bias):
+        if source is None:
+            names.append(None)
+            continue
+        name = flow.graph.tensors.get(source)
+        if name is None or flow.resolve(source) is not source:
+            return None
+        names.append(name)
+    assert names[0] is not None
+    return names[0], names[1]
+
+
+def _editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
+    """Whether this operation alone reads its weights, and a bias is there or can be added to its layer."""
+    if flow.uses[weight] > 1 or (bias is not None and flow.uses[bias] > 1):
+        return False
+    owner = flow.modules.get(layer_of(node))
+    owns = isinstance(owner, (_ConvNd, nn.Linear)) and owner.weight is flow.tensors[weight]
+    return bias is not None or (owns and owner is not None and owner.bias is None)
+
+
+def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, weight: str, groups: int) -> None:
+    """Couple the input's channels with the weight's input axis; with groups, also with its outputs."""
+    layer = layer_of(node)
+    rows = flow.labels_of(weight, 0)
+    if state.axis != axis:
+        if state.axis is not None:
+            flow.wall(node, [read], "its input carries channels along another axis")
+        flow.pin(flow.labels_of(weight, 1), f"the input of {layer}")
+        if groups > 1:
+            flow.pin(rows, f"the groups of {layer}")
+    elif groups == 1:
+        flow.tie(state.labels, flow.labels_of(weight, 1))
+    elif groups == len(state.labels):  # depthwise: each input channel has output channels of its own
+        flow.tie(np.repeat(state.labels, len(rows) // groups), rows)
+    else:
+        flow.equal_counts.append(state.labels.reshape(groups, -1))
+        flow.equal_counts.append(rows.reshape(groups, -1))
+
+
+def _unpadded(padding: Any, kernel: tuple[int, ...]) -> bool:
+    if isinstance(padding, str):
+        return padding == "valid" or all(size == 1 for size in kernel)
+    return not np.any(padding)
+
+
+def _outputs(
+    flow: Flow,
+    weight_name: str,
+    bias_name: str | None,
+    nonzero: Mask,
+    inputs: Values,
+    foldable: bool,
+    shared: bool,
+    transposed: bool = False,
+) -> Values:
+    """Each output channel's constant, or NaN where it varies.
+
+    A layer used twice sees two inputs and has one weight: only its all-zero filters are constant, whatever comes in.
+    Padding is decided by rule: a non-zero constant next to a zero border varies, at any image size.
+    """
+    groups, rows, columns = nonzero.shape
+    if shared:
+        inputs = np.full_like(inputs, np.nan)
+    grouped = inputs.reshape(groups, 1, columns)
+    varying = np.isnan(grouped)
+    if not foldable and (transposed or flow.constants == "exact"):
+        varying = varying | (grouped != 0)
+    depends = nonzero.any(2) if varying.all() else (nonzero & varying).any(2)
+    constants = np.where(varying, 0.0, grouped)
+    if flow.constants == "drop":
+        constants = np.zeros_like(constants)
+    values = np.zeros((groups, rows))
+    if constants.any():
+        weight = flow.tensors[weight_name].detach().double().reshape(groups * rows, columns, -1).sum(2)
+        values = (weight.cpu().numpy().reshape(groups, rows, columns) * constants).sum(2)
+    result: Values = values.reshape(-1)
+    if bias_name is not None:
+        result = result + flow.tensors[bias_name].detach().double().cpu().numpy()
+    return np.where(depends.reshape(-1), np.nan, result)
+
+
+def _backward(flow: Flow, mixer: Mixer, read: Node, nonzero: Mask) -> Callable[[Mask], None]:
+    groups, rows, _ = nonzero.shape
+
+    def backward(live: Mask) -> None:
+        needed = live & mixer.output.varies
+        mixer.needed_rows = needed
+        columns = nonzero.any(1) if needed.all() else (nonzero & needed.reshape(groups, rows, 1)).any(1)
+        mixer.live_columns = columns.reshape(-1)
+        flow.mark(read, mixer.live_columns)
+
+    return backward
+
+
+RULES: dict[str, Callable[[Flow, Node], None]] = {
+    **dict.fromkeys("conv1d conv2d conv3d linear".split(), convolution),
+    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), transposed_convolution),
+    "embedding": embedding,
+}

@@ -1,0 +1,355 @@
+"""Rules for operations that move data without computing: views, permutations, concatenation, slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import Node
+
+from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.state import PINNED, Mask, State, labelled, unlabelled
+from narrowgate.flow.trace import op_name
+
+Sources = NDArray[np.int64]
+"""``sources[k]`` are the input positions that position k of the result was made of."""
+
+
+def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of a node's result."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def moved(flow: Flow, node: Node, read: Node, axis: int | None, sources: Sources | None, *, pin: bool = False) -> State:
+    """The state of a result whose channel axis is ``axis``, made from input positions ``sources``; identity if None."""
+    state = flow.state(read)
+    shape = shape_of(node)
+    if axis is None or state.axis is None:
+        if state.axis is not None and len(state.labels) > 1:
+            flow.wall(node, [read], "it takes the channel axis apart")
+        return unlabelled(shape, float(state.values[0]) if len(state.values) == 1 else float("nan"))
+    if sources is None:
+        return labelled(shape, axis, state.labels, state.values)
+    if pin:
+        flow.wall(node, [read], "it counts on the number of channels")
+        labels = np.full(len(sources), PINNED)
+    else:
+        labels = state.labels[sources[:, 0]]
+        for column in range(1, sources.shape[1]):
+            flow.tie(labels, state.labels[sources[:, column]])
+    picked = state.values[sources]
+    same = (picked == picked[:, :1]).all(1)
+    return labelled(shape, axis, labels, np.where(same, picked[:, 0], np.nan))
+
+
+def back_to(flow: Flow, read: Node, state: State, sources: Sources | None) -> Callable[[Mask], None]:
+    """Liveness through a movement: what a result position was made of is read if that position is."""
+
+    def backward(live: Mask) -> None:
+        before = flow.states[read]
+        if not isinstance(before, State) or state.axis is None or before.axis is None:
+            flow.mark(read, bool(live.any()))
+        elif sources is None:
+            flow.mark(read, live)
+        else:
+            mask = np.zeros(len(before.labels), bool)
+            mask[sources[live]] = True
+            flow.mark(read, mask)
+
+    return backward
+
+
+def put_moved(flow: Flow, node: Node, axis: int | None, sources: Sources | None, *, pin: bool = False) -> None:
+    read = flow.reads(node, node.args[0])
+    state = moved(flow, node, read, axis, sources, pin=pin)
+    flow.put(node, state, back_to(flow, read, state, sources))
+
+
+def reshape(flow: Flow, node: Node) -> None:
+    """View, flatten, squeeze, …: anything that keeps the elements in order."""
+    state = flow.state(flow.reads(node, node.args[0]))
+    if state.axis is None:
+        put_moved(flow, node, None, None)
+        return
+    axis, sources = follow(state.shape, state.axis, shape_of(node))
+    put_moved(flow, node, axis, sources)
+
+
+def follow(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> tuple[int | None, Sources | None]:
+    """Where an axis goes in a reshape, and which of its positions make up each new one.
+
+    An axis split in two stays removable along the inner part, with the outer parts coupled (a channel shuffle).
+    """
+    for old, new in _matching_groups(before, after):
+        if axis not in old:
+            continue
+        sizes = [before[i] for i in old]
+        index = np.arange(before[axis]).reshape([before[i] if i == axis else 1 for i in old])
+        index = np.broadcast_to(index, sizes).reshape([after[i] for i in new])
+        varying = [i for i in range(len(new)) if (index != index.take([0], axis=i)).any()]
+        if not varying:
+            return None, None
+        inner = varying[-1]
+        outer = tuple(varying[:-1])
+        first = index[tuple(slice(None) if i in varying else slice(0, 1) for i in range(len(new)))]
+        sources = np.moveaxis(first, inner, 0).reshape(after[new[inner]], -1)
+        if not outer and sources.shape[0] == before[axis] and (sources[:, 0] == np.arange(before[axis])).all():
+            return new[inner], None
+        return new[inner], sources
+    return None, None
+
+
+def _matching_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Split two shapes of the same number of elements into the shortest runs of equal products."""
+    groups = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = [], []
+        left = right = 1
+        while True:
+            if left <= right and i < len(before):
+                left *= before[i]
+                old.append(i)
+                i += 1
+            elif j < len(after):
+                right *= after[j]
+                new.append(j)
+                j += 1
+            else:
+                break
+            if left == right and old and new:
+                break
+        groups.append((old, new))
+    return groups
+
+
+def permute(flow: Flow, node: Node) -> None:
+    state = flow.state(flow.reads(node, node.args[0]))
+    rank = len(state.shape)
+    name = op_name(node).rstrip("_")
+    if name in ("t", "numpy_T", "mT", "mH", "adjoint"):
+        order = [*range(rank - 2), rank - 1, rank - 2] if rank > 1 else [0]
+    elif name in ("transpose", "swapaxes"):
+        first, second = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        order = list(range(rank))
+        order[first], order[second] = order[second], order[first]
+    elif name == "movedim":
+        source, target = node.args[1], node.args[2]
+        old = [d % rank for d in (source if isinstance(source, (list, tuple)) else [source])]  # type: ignore
+        new = [d % rank for d in (target if isinstance(target, (list, tuple)) else [target])]  # type: ignore
+        rest = iter([d for d in range(rank) if d not in old])
+        order = [old[new.index(d)] if d in new else next(rest) for d in range(rank)]
+    else:
+        dims: Any = node.args[1]
+        order = [int(d) % rank for d in dims]
+    put_moved(flow, node, None if state.axis is None else order.index(state.axis), None)
+
+
+def expand(flow: Flow, node: Node) -> None:
+    state = flow.state(flow.reads(node, node.args[0]))
+    shape = shape_of(node)
+    axis = None if state.axis is None else state.axis + len(shape) - len(state.shape)
+    if axis is not None and shape[axis] != len(state.labels):
+        axis = None
+    put_moved(flow, node, axis, None)
+
+
+def repeat(flow: Flow, node: Node) -> None:
+    state = flow.state(flow.reads(node, node.args[0]))
+    shape = shape_of(node)
+    if state.axis is None:
+        put_moved(flow, node, None, None)
+        return
+    axis = state.axis + len(shape) - len(state.shape)
+    times = shape[axis] // len(state.labels)
+    sources = np.tile(np.arange(len(state.labels)), times)[:, None]
+    put_moved(flow, node, axis, None if times == 1 else sources)
+
+
+def take(flow: Flow, node: Node) -> None:
+    """Slices, selections, flips and rolls: free beside the channel axis, a wall on it, its liveness still exact."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    name = op_name(node).rstrip("_")
+    rank = len(state.shape)
+    if state.axis is None:
+        put_moved(flow, node, None, None)
+        return
+    if name == "flip":
+        dims = [int(d) % rank for d in arg(node, 1, "dims")]
+        positions = np.arange(len(state.labels))[::-1] if state.axis in dims else None
+        put_moved(flow, node, state.axis, None if positions is None else positions[:, None].copy(), pin=True)
+        return
+    if name == "roll":
+        dims = [int(d) % rank for d in arg(node, 2, "dims", [])]
+        if not dims or state.axis in dims:
+            wall_rule(flow, node, "it moves channels around")
+        else:
+            put_moved(flow, node, state.axis, None)
+        return
+    dim = int(arg(node, 1, "dim", 0)) % rank
+    if dim != state.axis:
+        gone = name == "select" and dim < state.axis
+        put_moved(flow, node, state.axis - gone, None)
+        return
+    everything = np.arange(len(state.labels))
+    if name == "select":
+        position = int(arg(node, 2, "index"))
+        flow.wall(node, [read], "it picks one channel by number")
+        picked = unlabelled(shape_of(node), float(state.values[position]))
+        mask = np.zeros(len(state.labels), bool)
+        mask[position] = True
+        flow.put(node, picked, lambda live: flow.mark(read, mask & bool(live.any())))
+    elif name == "slice":
+        start, stop, step = arg(node, 2, "start"), arg(node, 3, "end"), arg(node, 4, "step", 1)
+        positions = everything[slice(start, stop, step)]
+        whole = len(positions) == len(everything)
+        put_moved(flow, node, state.axis, None if whole else positions[:, None], pin=True)
+    else:
+        wall_rule(flow, node, "it picks channels by number")
+
+
+def split(flow: Flow, node: Node) -> None:
+    """split, chunk, unbind: a list of parts, each like a slice."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    shapes = [tuple(int(s) for s in v.shape) for v in node.meta["val"]]
+    name = op_name(node)
+    position = 1 if name == "unbind" else 2
+    dim = int(arg(node, position, "dim", 0)) % len(state.shape)
+    parts: list[State] = []
+    ranges: list[Mask | None] = []
+    if state.axis is None:
+        parts = [unlabelled(shape, float(state.values[0])) for shape in shapes]
+        ranges = [None] * len(shapes)
+    elif dim != state.axis:
+        axis = state.axis - (name == "unbind" and dim < state.axis)
+        parts = [labelled(shape, axis, state.labels, state.values) for shape in shapes]
+        ranges = [None] * len(shapes)
+    else:
+        flow.wall(node, [read], "it splits the channels by number")
+        start = 0
+        for shape in shapes:
+            size = 1 if name == "unbind" else shape[dim]
+            mask = np.zeros(len(state.labels), bool)
+            mask[start : start + size] = True
+            values = state.values[start : start + size]
+            if name == "unbind":
+                parts.append(unlabelled(shape, float(values[0])))
+            else:
+                parts.append(labelled(shape, dim, np.full(size, PINNED), values))
+            ranges.append(mask)
+            start += size
+
+    def backward(live: Any) -> None:
+        for one, mask in zip(live, ranges, strict=True):
+            if mask is None:
+                flow.mark(read, one)
+            else:
+                full = np.zeros(len(state.labels), bool)
+                full[mask] = one
+                flow.mark(read, full)
+
+    flow.put(node, parts, backward)
+
+
+def getitem(flow: Flow, node: Node) -> None:
+    read = flow.reads(node, node.args[0])
+    index = node.args[1]
+    parts = flow.states[read]
+    assert isinstance(parts, list) and isinstance(index, int)
+
+    def backward(live: Mask) -> None:
+        flow.live[read][index] |= live
+
+    flow.put(node, parts[index], backward)
+
+
+def cat(flow: Flow, node: Node) -> None:
+    """Along the channel axis the parts' channels stand side by side; along another axis they are coupled."""
+    parts: Any = node.args[0]
+    shape = shape_of(node)
+    dim = int(arg(node, 1, "dim", 0)) % len(shape)
+    reads = [flow.reads(node, part) for part in parts if part.meta["val"].numel()]
+    states = [flow.state(read) for read in reads]
+    if any(len(state.shape) != len(shape) for state in states):
+        wall_rule(flow, node)
+        return
+    if all(state.axis in (dim, None) for state in states):
+        _cat_channels(flow, node, reads, states, dim)
+        return
+    axes = {state.axis for state in states}
+    if len(axes) > 1:
+        wall_rule(flow, node, "its parts carry channels along different axes")
+        return
+    axis = states[0].axis
+    assert axis is not None
+    values = states[0].values
+    for state in states[1:]:
+        flow.tie(states[0].labels, state.labels)
+        values = np.where(values == state.values, values, np.nan)
+    result = labelled(shape, axis, states[0].labels, values)
+
+    def backward(live: Mask) -> None:
+        for read in reads:
+            flow.mark(read, live & result.varies)
+
+    flow.put(node, result, backward)
+
+
+def _cat_channels(flow: Flow, node: Node, reads: list[Node], states: list[State], dim: int) -> None:
+    sizes = [state.shape[dim] for state in states]
+    labels = [s.labels if s.axis == dim else np.full(n, PINNED) for s, n in zip(states, sizes, strict=True)]
+    values = [state.along(dim) for state in states]
+    result = labelled(shape_of(node), dim, np.concatenate(labels), np.concatenate(values))
+
+    def backward(live: Mask) -> None:
+        for read, state, part in zip(reads, states, np.split(live, np.cumsum(sizes)[:-1]), strict=True):
+            flow.mark(read, part if state.axis == dim else bool(part.any()))
+
+    flow.put(node, result, backward)
+
+
+def pixel_shuffle(flow: Flow, node: Node) -> None:
+    """Groups of r * r channels become one: they stay or go together."""
+    state = flow.state(flow.reads(node, node.args[0]))
+    axis = len(state.shape) - 3
+    if state.axis != axis:
+        wall_rule(flow, node)
+        return
+    factor = int(node.args[1])  # type: ignore[arg-type]
+    put_moved(flow, node, axis, np.arange(len(state.labels)).reshape(-1, factor * factor))
+
+
+def pixel_unshuffle(flow: Flow, node: Node) -> None:
+    state = flow.state(flow.reads(node, node.args[0]))
+    axis = len(state.shape) - 3
+    if state.axis != axis:
+        wall_rule(flow, node)
+        return
+    factor = int(node.args[1])  # type: ignore[arg-type]
+    put_moved(flow, node, axis, np.repeat(np.arange(len(state.labels)), factor * factor)[:, None])
+
+
+RULES: dict[str, Callable[[Flow, Node], None]] = {
+    **dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as _reshape_alias".split(), reshape),
+    **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
+    **dict.fromkeys("expand expand_as broadcast_to".split(), expand),
+    **dict.fromkeys("select slice narrow flip roll".split(), take),
+    **dict.fromkeys("split split_with_sizes chunk unbind".split(), split),
+    **dict.fromkeys("cat concat concatenate".split(), cat),
+    "repeat": repeat,
+    "getitem": getitem,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_unshuffle,
+}

@@ -1,0 +1,286 @@
+"""Rules for norms, pooling, reductions and other operations that keep channels apart but not positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.movement import arg, shape_of
+from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, unlabelled
+from narrowgate.flow.trace import layer_of, op_name
+
+
+def batch_norm(flow: Flow, node: Node) -> None:
+    """One affine map a channel; a constant goes through it, and a scale of 0 leaves the shift alone."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
+    computed = any(arg(node, i, "") is not None and names[i - 1] is None for i in range(1, 5))
+    if state.axis not in (1, None) or computed:
+        wall_rule(flow, node, "its statistics are computed, or its channels are elsewhere")
+        return
+    size = state.shape[1]
+    labels = state.labels if state.axis == 1 else np.full(size, PINNED)
+    for name in names:
+        if name is not None:
+            flow.tie(labels, flow.labels_of(name, 0)) if state.axis == 1 else flow.pin(
+                flow.labels_of(name, 0), f"the input of {layer_of(node)}"
+            )
+    scale, shift, mean, variance = (_vector(flow, name, size) for name in names)
+    trains = bool(arg(node, 5, "training"))
+    values = state.along(1)
+    if trains or mean is None or variance is None:
+        values = np.where(np.isnan(values), np.nan, 0.0)  # a constant channel minus its own mean
+    else:
+        values = (values - mean) / np.sqrt(variance + float(arg(node, 7, "eps")))
+    values = _affine(values, scale, shift)
+    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, labels, values))
+
+
+def batch_norm_functional(flow: Flow, node: Node) -> None:
+    """BatchNorm in eval mode as functionalised graphs have it: a tuple whose first part is the result."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
+    if state.axis != 1 or names[2] is None or names[3] is None:
+        wall_rule(flow, node)
+        return
+    for name in names:
+        if name is not None:
+            flow.tie(state.labels, flow.labels_of(name, 0))
+    scale, shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names)
+    assert mean is not None and variance is not None
+    values = _affine((state.values - mean) / np.sqrt(variance + float(arg(node, 6, "eps"))), scale, shift)
+    parts = [tuple(int(s) for s in v.shape) for v in node.meta["val"]]
+    result = labelled(parts[0], 1, state.labels, values)
+
+    def backward(live: Any) -> None:
+        flow.mark(read, live[0] & result.varies)
+
+    flow.put(node, [result, *(unlabelled(shape) for shape in parts[1:])], backward)
+
+
+def instance_norm(flow: Flow, node: Node) -> None:
+    """Like BatchNorm in training: each channel minus its own mean."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
+    if state.axis != 1 or not arg(node, 5, "use_input_stats"):
+        wall_rule(flow, node)
+        return
+    for name in names:
+        if name is not None:
+            flow.tie(state.labels, flow.labels_of(name, 0))
+    values = np.where(np.isnan(state.values), np.nan, 0.0)
+    values = _affine(values, *(_vector(flow, name, len(values)) for name in names[:2]))
+    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
+
+
+def norm_across_channels(flow: Flow, node: Node) -> None:
+    """LayerNorm, GroupNorm: every channel is part of the mean, so none can go; a scale of 0 still stops one."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    shape = shape_of(node)
+    layer = op_name(node) in ("layer_norm", "rms_norm")
+    axis = len(shape) - 1 if layer else 1
+    normalised: Any = node.args[1]
+    if layer and (len(normalised) != 1 or (state.axis is not None and state.axis != axis)):
+        wall_rule(flow, node)
+        return
+    flow.wall(node, [read], "a norm across channels counts every one of them")
+    names = [_name(flow, arg(node, i, "")) for i in (2, 3)]
+    for name in names:
+        if name is not None:
+            flow.pin(flow.labels_of(name, 0), f"the channels of {layer_of(node)}")
+    size = shape[axis]
+    values = _affine(np.full(size, np.nan), *(_vector(flow, name, size) for name in names))
+    result = labelled(shape, axis, np.full(size, PINNED), values)
+
+    def backward(live: Mask) -> None:
+        flow.mark(read, bool((live & result.varies).any()))
+
+    flow.put(node, result, backward)
+
+
+def prelu(flow: Flow, node: Node) -> None:
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    name = _name(flow, node.args[1])
+    if name is None or (state.axis is not None and state.axis != 1):
+        wall_rule(flow, node)
+        return
+    slopes = flow.tensors[name].detach().double().cpu().numpy()
+    if state.axis is None:
+        flow.pin(flow.labels_of(name, 0), f"the input of {layer_of(node)}")
+        _put_per_channel(flow, node, read, unlabelled(shape_of(node)))
+        return
+    if len(slopes) > 1:
+        flow.tie(state.labels, flow.labels_of(name, 0))
+    values = np.where(state.values < 0, state.values * slopes, state.values)
+    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
+
+
+def spatial(flow: Flow, node: Node) -> None:
+    """Pooling and resizing: channels pass; a constant stays one unless a zero border or a ceiling mixes in."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    name = op_name(node)
+    kept = len(state.shape) - _spatial_dims(name)
+    if state.axis is not None and state.axis >= kept:
+        wall_rule(flow, node, "its channels are among the pooled axes")
+        return
+    values = state.values
+    if name.startswith("avg_pool"):
+        ceiling, counts_padding = bool(arg(node, 4, "ceil_mode", False)), bool(arg(node, 5, "count_include_pad", True))
+        divisor = arg(node, 6, "divisor_override")
+        if ceiling or divisor is not None or (counts_padding and np.any(arg(node, 3, "padding", 0))):
+            values = np.where(values == 0, 0.0, np.nan)
+    shapes = node.meta["val"]
+    if isinstance(shapes, (tuple, list)):  # max_pool with indices
+        parts = [_like(state, tuple(int(s) for s in v.shape), values) for v in shapes]
+        parts[1] = _like(state, parts[1].shape, np.full_like(values, np.nan))
+
+        def backward(live: Any) -> None:
+            for one in live:
+                flow.mark(read, one)
+
+        flow.put(node, parts, backward)
+        return
+    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
+
+
+def pad(flow: Flow, node: Node) -> None:
+    """Padding beside the channel axis; a constant survives if the border has the same value."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    amounts: Any = node.args[1]
+    padded = {len(state.shape) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
+    mode = arg(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
+    fill = arg(node, 3, "value", 0.0) if op_name(node) == "pad" else arg(node, 2, "value", 0.0)
+    if state.axis in padded:
+        wall_rule(flow, node, "it pads the channel axis")
+        return
+    values = state.values
+    if mode == "constant" and padded:
+        values = np.where(values == float(fill or 0.0), values, np.nan)
+    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
+
+
+def reduction(flow: Flow, node: Node) -> None:
+    """mean, sum, amax, …: free over other axes, a wall over the channel axis."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    rank = len(state.shape)
+    dims = arg(node, 2 if "norm" in op_name(node) else 1, "dim")
+    dims = list(range(rank)) if not dims and dims != 0 else [dims] if isinstance(dims, int) else list(dims)
+    dims = [int(d) % rank for d in dims] if rank else []
+    name = op_name(node)
+    if state.axis in dims or not isinstance(node.meta["val"], Tensor):
+        wall_rule(flow, node, "it reduces over channels")
+        return
+    values = np.full_like(state.values, np.nan)
+    if name in ("mean", "amax", "amin"):
+        values = state.values
+    elif name == "sum":
+        values = state.values * math.prod(state.shape[d] for d in dims)
+    shape = shape_of(node)
+    if state.axis is None:
+        _put_per_channel(flow, node, read, unlabelled(shape, float(values[0])))
+        return
+    axis = state.axis if len(shape) == rank else state.axis - sum(d < state.axis for d in dims)
+    _put_per_channel(flow, node, read, labelled(shape, axis, state.labels, values))
+
+
+def along_one_axis(flow: Flow, node: Node) -> None:
+    """softmax, cumsum: positions along one axis depend on each other; channels along another pass."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    rank = len(state.shape)
+    if state.axis is not None and int(arg(node, 1, "dim")) % rank == state.axis:
+        wall_rule(flow, node, "it runs along the channel axis")
+        return
+    _put_per_channel(flow, node, read, _like(state, shape_of(node), np.full_like(state.values, np.nan)))
+
+
+def dropout(flow: Flow, node: Node) -> None:
+    """The identity in eval mode; in training a zero stays zero and everything else is random."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    trains = bool(arg(node, 2, "train", False))
+    values = np.where(state.values == 0, 0.0, np.nan) if trains else state.values
+    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
+
+
+def fresh(flow: Flow, node: Node) -> None:
+    """zeros, ones, full, arange, …: no channels, and one known number where it is one."""
+    name = op_name(node)
+    fill = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}.get(name)
+    flow.put(node, unlabelled(shape_of(node), float("nan") if fill is None else fill), lambda live: None)
+
+
+def nothing(flow: Flow, node: Node) -> None:
+    """Assertions: they compute nothing."""
+    flow.put(node, unlabelled(()), lambda live: None)
+
+
+def _put_per_channel(flow: Flow, node: Node, read: Node, result: State) -> None:
+    def backward(live: Mask) -> None:
+        flow.mark(read, live & result.varies)
+
+    flow.put(node, result, backward)
+
+
+def _like(state: State, shape: tuple[int, ...], values: Values) -> State:
+    if state.axis is None:
+        return unlabelled(shape, float(values[0]))
+    return labelled(shape, state.axis, state.labels, values)
+
+
+def _name(flow: Flow, source: Any) -> str | None:
+    return flow.graph.tensors.get(source) if isinstance(source, Node) else None
+
+
+def _vector(flow: Flow, name: str | None, size: int) -> Values | None:
+    if name is None:
+        return None
+    vector = flow.tensors[name].detach().to(torch.float64).cpu().numpy()
+    assert vector.shape == (size,), (name, vector.shape, size)
+    return vector
+
+
+def _affine(values: Values, scale: Values | None, shift: Values | None) -> Values:
+    if scale is not None:
+        values = np.where(scale == 0, 0.0, values * scale)
+    return values if shift is None else values + shift
+
+
+def _spatial_dims(name: str) -> int:
+    return next((dims for dims in (1, 2, 3) if f"{dims}d" in name), 1 if "linear1d" in name else 2)
+
+
+_POOLING = [f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)]
+_POOLING += [f"{name}_with_indices" for name in _POOLING if name.startswith("max")]
+_RESIZING = "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d".split()
+
+RULES: dict[str, Callable[[Flow, Node], None]] = {
+    "batch_norm": batch_norm,
+    "_native_batch_norm_legit_no_training": batch_norm_functional,
+    "instance_norm": instance_norm,
+    **dict.fromkeys(("layer_norm", "group_norm"), norm_across_channels),
+    "prelu": prelu,
+    **dict.fromkeys(_POOLING, spatial),
+    **dict.fromkeys((f"upsample_{name}" for name in _RESIZING), spatial),
+    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys("mean sum amax amin var std logsumexp norm linalg_vector_norm".split(), reduction),
+    **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum".split(), along_one_axis),
+    **dict.fromkeys("dropout feature_dropout alpha_dropout feature_alpha_dropout".split(), dropout),
+    **dict.fromkeys("zeros new_zeros zeros_like ones new_ones ones_like arange full eye linspace".split(), fresh),
+    **dict.fromkeys("_assert_tensor_metadata _assert_async sym_size".split(), nothing),
+}

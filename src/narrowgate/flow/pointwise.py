@@ -1,0 +1,130 @@
+"""Rules for operations that treat every position alone: activations, arithmetic, casts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.state import Labels, Mask, State, Values, labelled, unlabelled
+from narrowgate.flow.trace import is_in_place, op_name
+
+POINTWISE = frozenset(
+    """
+    relu relu6 leaky_relu elu selu celu gelu silu mish hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink
+    sigmoid tanh softplus softsign logsigmoid log_sigmoid threshold rrelu_with_noise
+    add sub rsub mul div true_divide floor_divide remainder pow maximum minimum fmax fmin atan2 lerp addcmul addcdiv
+    neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh
+    erf erfc erfinv floor ceil round trunc frac clamp clamp_min clamp_max clip nan_to_num where masked_fill
+    eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
+    isnan isinf isfinite to _to_copy type_as clone contiguous detach alias lift_fresh_copy lift_fresh positive
+    __and__ __or__ __xor__
+    """.split()
+)
+
+
+def pointwise(flow: Flow, node: Node) -> None:
+    """Channels keep their places; operands that carry channels along the same axis are coupled."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        wall_rule(flow, node)
+        return
+    shape = tuple(value.shape)
+    sources = {source: flow.reads(node, source) for source in node.all_input_nodes}
+    states = {source: flow.state(read) for source, read in sources.items()}
+    axes = {axis for state in states.values() if (axis := _axis_in(state, shape)) is not None}
+    if len(axes) > 1:
+        wall_rule(flow, node, "its operands carry channels along different axes")
+        return
+    axis = axes.pop() if axes else None
+    size = 1 if axis is None else shape[axis]
+    known = {source: _values_along(state, shape, axis) for source, state in states.items()}
+    values = _evaluate(node, known, size)
+    if axis is None:
+        state = unlabelled(shape, float(values[0]))
+    else:
+        state = labelled(shape, axis, _couple(flow, node, list(states.values()), shape, axis), values)
+
+    def backward(live: Mask) -> None:
+        needed = live & state.varies
+        for source, read in sources.items():
+            aligned = len(states[source].labels) == len(needed)
+            flow.mark(read, needed if aligned else bool(needed.any()))
+
+    flow.put(node, state, backward)
+
+
+def _axis_in(state: State, shape: tuple[int, ...]) -> int | None:
+    """Where an operand's channels are in the result, or None where they are broadcast or there are none."""
+    if state.axis is None:
+        return None
+    axis = state.axis + len(shape) - len(state.shape)
+    return axis if axis >= 0 and state.shape[state.axis] == shape[axis] else None
+
+
+def _values_along(state: State, shape: tuple[int, ...], axis: int | None) -> Values:
+    if _axis_in(state, shape) == axis and axis is not None:
+        return state.values
+    if state.axis is None or len(state.values) == 1:
+        return state.values
+    return np.array([np.nan])
+
+
+def _couple(flow: Flow, node: Node, states: list[State], shape: tuple[int, ...], axis: int) -> Labels:
+    """Tie the operands' labels; one that covers the axis without labels holds the others in place."""
+    carriers = [state for state in states if _axis_in(state, shape) == axis]
+    labels = carriers[0].labels
+    for state in carriers[1:]:
+        flow.tie(labels, state.labels)
+    for state in states:
+        own = axis - (len(shape) - len(state.shape))
+        if own >= 0 and state.shape[own] == shape[axis] != 1 and _axis_in(state, shape) != axis:
+            flow.wall(node, [source for source in map(flow.resolve, node.all_input_nodes)], "an operand has fixed width")
+            break
+    return labels
+
+
+def _evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
+    """The operation on the known constants; NaN, varying, wherever any operand varies.
+
+    The mask is laid over the result by force, so an operation that swallows NaN (where, clamp, comparisons) is safe.
+    """
+    varying = np.zeros(size, bool)
+    for values in known.values():
+        varying = varying | np.isnan(values)
+    result = np.full(size, np.nan)
+    if not varying.all():
+        try:
+            result[:] = _run(node, known)
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass  # an operation that does not take float64 vectors: its result counts as varying
+        result[varying] = np.nan
+    if op_name(node) in ("mul", "mul_"):  # 0 x anything finite is 0: a closed squeeze-excite input or layer scale
+        for values in known.values():
+            result[np.broadcast_to(values == 0, (size,))] = 0.0
+        if any(isinstance(arg, (int, float)) and arg == 0 for arg in node.args):
+            result[:] = 0.0
+    return result
+
+
+def _run(node: Node, known: dict[Node, Values]) -> Values:
+    def as_tensor(source: Node) -> Any:
+        tensor = torch.from_numpy(np.ascontiguousarray(known[source]))
+        val = source.meta.get("val")
+        return tensor.to(val.dtype) if isinstance(val, Tensor) and not val.is_floating_point() else tensor
+
+    args = map_arg(node.args, as_tensor)
+    kwargs = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)
+    target: Any = node.target
+    if is_in_place(node):
+        args = (args[0].clone(), *args[1:])
+    out = target(*args, **kwargs)
+    return np.asarray(out.double().cpu().numpy(), dtype=np.float64)
+
+
+RULES = dict.fromkeys(POINTWISE, pointwise)

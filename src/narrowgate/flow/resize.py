@@ -1,0 +1,34 @@
+"""After a cut: the layers' own numbers of channels follow their weights."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from narrowgate.flow.cuts import Edit
+from narrowgate.flow.layers import index_
+
+
+def resize_(model: nn.Module, edits: dict[str, Edit]) -> None:
+    """Make the layers' own numbers of channels agree with their weights, and index those of the scatter layout."""
+    for edit in edits.values():
+        if edit.gather is not None or edit.scatter is not None:
+            index_(model.get_submodule(edit.layer), edit.gather, edit.scatter, edit.fill)
+    groups = {edit.layer: edit.new_groups for edit in edits.values()}
+    for name, module in model.named_modules():
+        if isinstance(module, _ConvNd):
+            module.groups = groups.get(name, module.groups)
+            first, second = module.weight.shape[:2]
+            outputs, inputs = (second, first) if module.transposed else (first, second)
+            module.in_channels = inputs if module.transposed else inputs * module.groups
+            module.out_channels = outputs * module.groups if module.transposed else outputs
+        elif isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, _NormBase):
+            vector = module.weight if module.weight is not None else module.running_mean
+            module.num_features = module.num_features if vector is None else len(vector)
+        elif isinstance(module, nn.Embedding):
+            module.embedding_dim = module.weight.shape[1]
+        elif isinstance(module, nn.PReLU):
+            module.num_parameters = len(module.weight)

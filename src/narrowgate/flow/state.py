@@ -1,0 +1,52 @@
+"""What is known of a tensor in the graph: which axis holds channels, who they are, and which of them are constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Labels = NDArray[np.int64]
+Values = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+PINNED = 0
+"""The label of every channel that must stay where it is."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One tensor.
+
+    ``labels[i]`` names position i of axis ``axis``; positions with the same label, in whichever tensor, stay or go
+    together. ``values[i]`` is the number that fills the whole slice at i, or NaN where it varies. Without a labelled
+    axis every position is pinned and ``values`` has one element for the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    axis: int | None
+    labels: Labels
+    values: Values
+
+    @property
+    def varies(self) -> Mask:
+        return np.isnan(self.values)
+
+    def along(self, axis: int) -> Values:
+        """The values along an axis: a vector of its length, filled if this state knows one number only."""
+        if self.axis == axis:
+            return self.values
+        size = self.shape[axis]
+        return np.full(size, self.values[0] if self.axis is None else np.nan)
+
+
+def unlabelled(shape: tuple[int, ...], value: float = float("nan")) -> State:
+    """A tensor without removable channels, all of it one constant or varying."""
+    return State(shape, None, np.zeros(1, np.int64), np.array([value]))
+
+
+def labelled(shape: tuple[int, ...], axis: int, labels: Labels, values: Values) -> State:
+    """A tensor with one label and one value for each position of an axis."""
+    assert labels.shape == values.shape == (shape[axis],), (shape, axis, labels.shape, values.shape)
+    return State(shape, axis, labels, values)

@@ -1,0 +1,129 @@
+"""Apply a plan: slice parameters, edit the few numbers that constants changed, and update the layers' sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.flow.cuts import Cut, Edit
+from narrowgate.flow.plan import Plan
+from narrowgate.flow.resize import resize_
+from narrowgate.flow.ungated import ungated
+
+
+class PlanError(ValueError):
+    """The plan does not fit the model."""
+
+
+def compact(model: nn.Module, plan: Plan) -> nn.Module:
+    """A smaller copy of the model that computes the same function; gates are merged, the original is untouched."""
+    _check(model, plan)
+    small = ungated(model)
+    replaced: dict[int, Tensor] = {}
+    tensors = _tensors(small)
+    edited = _edited(small, plan)
+    for name, tensor in tensors.items():
+        if id(tensor) in replaced:
+            continue
+        new = edited.get(name, tensor.detach())
+        new = cut(new, plan.cuts[name]) if name in plan.cuts else new.clone()
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new.contiguous(), requires_grad=tensor.requires_grad)
+        replaced[id(tensor)] = new
+    _put(small, replaced)
+    _add_biases(small, plan, edited)
+    resize_(small, plan.edits)
+    return small
+
+
+def cut(tensor: Tensor, how: Cut) -> Tensor:
+    """The kept part of a parameter, or of anything with its shape."""
+    if how.grouped is not None:
+        tensor = _cut_groups(tensor, how.grouped)
+    for axis, positions in how.keep.items():
+        tensor = tensor.index_select(axis, torch.tensor(positions, dtype=torch.long, device=tensor.device))
+    return tensor
+
+
+def _cut_groups(weight: Tensor, grouped: list[list[int]]) -> Tensor:
+    parts = weight.chunk(len(grouped), 0)
+    picked = [
+        part.index_select(1, torch.tensor(columns, dtype=torch.long, device=weight.device))
+        for part, columns in zip(parts, grouped, strict=True)
+    ]
+    return torch.cat(picked)
+
+
+@torch.no_grad()
+def _edited(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """New full-size values of the weights and biases that constants change; a new bias is named ``layer.bias``."""
+    tensors = _tensors(model)
+    edited: dict[str, Tensor] = {}
+    for edit in plan.edits.values():
+        if not (edit.rows or edit.folded or edit.carried):
+            continue
+        weight = tensors[edit.weight].detach().double().clone()
+        outputs = weight.shape[1] if edit.transposed else weight.shape[0]
+        bias = tensors[edit.bias].detach().double().clone() if edit.bias else weight.new_zeros(outputs)
+        if edit.folded:
+            bias += _contribution(weight, edit)
+        axis = 0 if edit.transposed else 1
+        if edit.carrier is not None:
+            columns = torch.tensor(list(edit.carried), device=weight.device)
+            ratios = weight.new_tensor(list(edit.carried.values()))
+            weight.select(axis, edit.carrier).add_(weight.index_select(axis, columns).movedim(axis, -1) @ ratios)
+        rows = torch.tensor(list(edit.rows), dtype=torch.long, device=weight.device)
+        weight.index_fill_(1 - axis, rows, 0.0)
+        bias[rows] = weight.new_tensor(list(edit.rows.values()))
+        dtype = tensors[edit.weight].dtype
+        edited[edit.weight] = weight.to(dtype)
+        if edit.bias or edit.new_bias:
+            edited[edit.bias or f"{edit.layer}.bias"] = bias.to(dtype)
+    return edited
+
+
+def _contribution(weight: Tensor, edit: Edit) -> Tensor:
+    """What the folded constants add to each output channel."""
+    taps = weight.reshape(edit.groups, -1, weight.shape[1], weight[0, 0].numel()).sum(3)
+    constants = weight.new_zeros(edit.groups * weight.shape[1])
+    constants[torch.tensor(list(edit.folded), device=weight.device)] = weight.new_tensor(list(edit.folded.values()))
+    return (taps @ constants.reshape(edit.groups, -1, 1)).reshape(-1)
+
+
+def _add_biases(model: nn.Module, plan: Plan, edited: dict[str, Tensor]) -> None:
+    for edit in plan.edits.values():
+        if edit.new_bias:
+            bias = edited[f"{edit.layer}.bias"]
+            weight_cut = plan.cuts.get(edit.weight)
+            rows = weight_cut.keep.get(1 if edit.transposed else 0) if weight_cut else None
+            if rows is not None:
+                bias = bias[torch.tensor(rows, device=bias.device)]
+            model.get_submodule(edit.layer).bias = nn.Parameter(bias.clone())
+
+
+def _put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for key, tensor in store.items():
+                if tensor is not None and id(tensor) in replaced:
+                    store[key] = replaced[id(tensor)]  # type: ignore[assignment]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _check(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan made for another model, or one that was applied already."""
+    tensors = _tensors(model)
+    for name, how in plan.cuts.items():
+        if name not in tensors:
+            raise PlanError(f"this plan is for another model: it cuts {name!r}, which {type(model).__name__} lacks")
+        shape = tuple(tensors[name].shape)
+        if shape == how.shape:
+            continue
+        hint = "it was applied to this model already" if shape == how.new_shape else "it was made for another model"
+        raise PlanError(f"the plan expects {name!r} of shape {how.shape}, found {shape}: {hint}; plan again")

@@ -1,0 +1,141 @@
+"""From a model to a graph of ATen operations whose parameters are known by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+# Operations whose result shares memory with their first argument.
+VIEWS = frozenset(
+    "view reshape flatten unflatten permute transpose t movedim squeeze unsqueeze expand expand_as select slice narrow "
+    "split split_with_sizes chunk unbind unfold diagonal alias detach view_as swapaxes numpy_T mT getitem "
+    "contiguous to dropout".split()
+)
+
+
+class TraceError(RuntimeError):
+    """torch.export could not trace the model."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The operations of one forward pass in order, the names of its parameters and buffers, and its outputs."""
+
+    nodes: tuple[Node, ...]
+    tensors: dict[Node, str]
+    outputs: tuple[Node, ...]
+
+    def uses(self) -> dict[str, int]:
+        """How many operations read each parameter or buffer."""
+        counts: dict[str, int] = {}
+        for node, name in self.tensors.items():
+            readers = sum(user.op != "output" for user in node.users)
+            counts[name] = counts.get(name, 0) + readers
+        return counts
+
+
+def op_name(node: Node) -> str:
+    """The operation without namespace and overload; in-place ones keep their underscore: ``relu_``."""
+    target = node.target
+    packet = getattr(target, "overloadpacket", None)
+    return str(packet.__name__) if packet is not None else str(getattr(target, "__name__", target))
+
+
+def layer_of(node: Node) -> str:
+    """The name of the innermost module that ran this operation, or the operation's own where there is none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("L['self']") or "the model itself"
+
+
+def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
+    """Trace an ungated model with torch.export; the model is left in the mode it was in."""
+    args, kwargs = call_arguments(example_inputs)
+    with _mode(model, train), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(model, args, kwargs, strict=False)
+            if _mutates_through_views(list(program.graph.nodes)):
+                program = program.run_decompositions({})
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise TraceError(
+                f"torch.export cannot trace {type(model).__name__} with these inputs: {type(error).__name__}: {reason}. "
+                "Check that model(*example_inputs) runs and that its forward has no branch on tensor values"
+            ) from error
+    signature = program.graph_signature
+    by_placeholder = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    nodes = tuple(program.graph.nodes)
+    first = _first_names(model)
+    tensors = {node: first.get(name, name) for node in nodes if (name := by_placeholder.get(node.name)) is not None}
+    mutated = set(signature.buffers_to_mutate)
+    (result,) = next(node for node in nodes if node.op == "output").args
+    assert isinstance(result, (tuple, list))
+    outputs = tuple(node for node in result if isinstance(node, Node) and node.name not in mutated)
+    return Graph(nodes, tensors, outputs)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer, mapped to the first name of the same tensor (tied weights)."""
+    seen: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: seen.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments: a tensor, a tuple of arguments, or a dict of keywords."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        f"example_inputs must be a tensor, a tuple of arguments or a dict of keywords, got {type(example_inputs).__name__}"
+    )
+
+
+@contextmanager
+def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train(train)
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether an operation overwrites its first argument."""
+    name = op_name(node)
+    return node.op == "call_function" and name.endswith("_") and not name.startswith("__")
+
+
+def _mutates_through_views(nodes: list[Node]) -> bool:
+    """Whether a tensor is overwritten while another one that shares its memory is read afterwards.
+
+    Simple in-place operations (``relu_``) need no functionalisation; that pass would double the tracing time.
+    """
+    order = {node: i for i, node in enumerate(nodes)}
+    memory: dict[Node, Node] = {}  # the first node of each piece of memory
+    sharing: dict[Node, list[Node]] = {}
+    for node in nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        shares = source is not None and (op_name(node) in VIEWS or is_in_place(node))
+        memory[node] = memory[source] if shares and source is not None else node
+        if is_in_place(node):
+            others = [other for other in sharing.get(memory[node], []) if other is not source]
+            if any(order[user] > order[node] for other in others for user in other.users):
+                return True
+        sharing.setdefault(memory[node], []).append(node)
+    return False

@@ -1,0 +1,64 @@
+"""A view of a gated model without its gates: the remover reads effective weights and knows nothing of gates."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.batched import forget_prepared_gates_
+from narrowgate.gated import GatedLayer, has_gate
+from narrowgate.gates import Gate, LinearGate
+
+
+class FrozenGate(Gate):
+    """A gate on a module's output whose values no longer train."""
+
+    kind = "frozen"
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("g", factor)
+
+    def value(self) -> Tensor:
+        return self.g
+
+
+def share_copy(model: nn.Module) -> nn.Module:
+    """A copy of the module tree that shares every parameter and buffer with the original."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = tensor
+    return copy.deepcopy(model, memo)
+
+
+def ungated(model: nn.Module) -> nn.Module:
+    """A copy with every gate multiplied into fresh weights; all other tensors are shared with the original."""
+    plain = share_copy(model)
+    for module in plain.modules():
+        forget_prepared_gates_(module)
+        if not has_gate(module):
+            continue
+        if isinstance(module, GatedLayer):
+            _merge_into_fresh_weights_(module)
+        elif isinstance(module.gate, LinearGate):
+            del module.gate
+        else:
+            assert isinstance(module.gate, Gate)
+            module.gate = FrozenGate(module.gate.final_value())
+    return plain
+
+
+@torch.no_grad()
+def _merge_into_fresh_weights_(layer: GatedLayer) -> None:
+    weight, bias = layer.scaled(
+        None if layer.gate is None else layer.gate.final_value(),
+        None if layer.gate_in is None else layer.gate_in.final_value(),
+    )
+    layer.__class__ = layer.plain_class  # type: ignore[assignment]
+    del layer.gate, layer.gate_in
+    layer.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
