@@ -11,6 +11,7 @@ from narrowgate.flow import (
     Verification,
     VerificationError,
     compact,
+    compact_,
     plan,
     verify,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "attach_gates_",
     "compact",
+    "compact_",
     "gates_of",
     "merge_gates_",
     "norms",

@@ -1,6 +1,7 @@
 """Remove: channel-level constant propagation and dead-code elimination on any model, gated or not."""
 
 from narrowgate.flow.decide import CollapseError
+from narrowgate.flow.inplace import compact_
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.surgery import PlanError, compact
 from narrowgate.flow.trace import TraceError
@@ -14,6 +15,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "compact",
+    "compact_",
     "plan",
     "verify",
 ]

@@ -15,6 +15,8 @@ from narrowgate.flow.state import PINNED, Labels, Mask, State, labelled, unlabel
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
 
 Backward = Callable[[Mask], None]
+ClosedGates = dict[str, tuple[Mask | None, Mask | None]]
+"""While training: by weight, which of its outputs and inputs a closed gate holds at zero. Other zeros may yet learn."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class Mixer:
 class Flow:
     """Everything the sweeps learn about one graph."""
 
-    def __init__(self, graph: Graph, model: nn.Module, constants: str = "exact") -> None:
+    def __init__(
+        self, graph: Graph, model: nn.Module, constants: str = "exact", closed: ClosedGates | None = None
+    ) -> None:
         self.graph = graph
+        self.closed = closed
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -103,6 +108,23 @@ class Flow:
                     costs = True
         if costs:
             self.walls.append(Wall(layer, op, why))
+
+    def nonzero(self, weight: str) -> Mask:
+        """Which parts (first axis, second axis) of a weight can be other than 0; in training, all but closed ones."""
+        tensor = self.tensors[weight].detach()
+        if self.closed is None:
+            return (tensor != 0).reshape(*tensor.shape[:2], -1).any(2).cpu().numpy()
+        pattern = np.ones(tensor.shape[:2], bool)
+        rows, columns = self.closed.get(weight, (None, None))
+        if rows is not None:
+            pattern[rows] = False
+        if columns is not None:
+            pattern[:, columns] = False
+        return pattern
+
+    def can_be_zero(self, name: str) -> bool:
+        """Whether zeros of a scale are final: after training, or where a linear gate says so."""
+        return self.closed is None or name in self.closed
 
     # -- states ------------------------------------------------------------------------------------------------------
     def resolve(self, node: Node) -> Node:
@@ -202,6 +224,8 @@ class Flow:
         rows = tensor.movedim(axis, 0).reshape(shape[axis], -1).double()
         same = (rows == rows[:, :1]).all(1)
         values = torch.where(same, rows[:, 0], torch.full_like(rows[:, 0], float("nan"))).cpu().numpy()
+        if self.closed is not None and isinstance(self.tensors[name], nn.Parameter):
+            values = np.full_like(values, np.nan)  # it is still learning
         return labelled(shape, axis, self.labels_of(name, axis), values)
 
 
@@ -222,4 +246,3 @@ def wall_rule(flow: Flow, node: Node, why: str = "no rule for this operation") -
                 flow.mark(source, True)
 
     flow.put(node, state, backward)
-

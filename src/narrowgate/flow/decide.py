@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgate.flow.analysis import Flow, Mixer
-from narrowgate.flow.state import PINNED, Labels, Mask, State
+from narrowgate.flow.state import PINNED, Labels, Mask
 
 # A constant channel this much smaller than the largest is no good as a carrier: dividing by it would lose digits.
 _CARRIER_RATIO = 1e-3
@@ -94,7 +94,8 @@ def _keep_constants(flow: Flow, classes: _Classes) -> dict[int, int]:
 def wanted_constants(mixer: Mixer) -> Mask:
     """Input channels that are a non-zero constant and are read by an output that matters."""
     values = mixer.inputs.values
-    return mixer.live_columns & ~np.isnan(values) & (values != 0)
+    wanted: Mask = mixer.live_columns & ~np.isnan(values) & (values != 0)
+    return wanted
 
 
 def _round_up(flow: Flow, classes: _Classes, round_to: int) -> None:
@@ -149,6 +150,3 @@ def _components(count: int, edges: list[tuple[Labels, Labels]]) -> Labels:
         root = root[root]
         if (root == before).all() and (root[first] == root[second]).all():
             return root
-
-
-__all__ = ["CollapseError", "Decision", "State", "decide", "wanted_constants"]

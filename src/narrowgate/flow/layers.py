@@ -1,4 +1,4 @@
-"""Layers of the scatter layout: ordinary layers that pick their inputs from, and place their outputs in, a wider stream."""
+"""Layers of the scatter layout: they pick their inputs from, and place their outputs in, a wider stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class IndexedLayer(nn.Module):
-    """Mixin of all swapped classes: gather before, scatter after; output channels that are constant come from ``fill``."""
+    """Mixin of all swapped classes: gather before, scatter after; constant output channels come from ``fill``."""
 
     gather: Tensor | None
     scatter: Tensor | None
@@ -79,9 +79,11 @@ SWAPS: dict[type[nn.Module], type[IndexedLayer]] = {
 def index_(layer: nn.Module, gather: list[int] | None, scatter: list[int] | None, fill: list[float] | None) -> None:
     """Swap a layer's class for the one that gathers and scatters, in place."""
     layer.__class__ = SWAPS[type(layer)]
-    device = layer.weight.device
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    device = weight.device
     for key, values, dtype in (("gather", gather, torch.long), ("scatter", scatter, torch.long)):
         tensor = None if values is None else torch.tensor(values, dtype=dtype, device=device)
         layer.register_buffer(key, tensor, persistent=False)
-    numbers = None if fill is None else torch.tensor(fill, dtype=layer.weight.dtype, device=device)
+    numbers = None if fill is None else torch.tensor(fill, dtype=weight.dtype, device=device)
     layer.register_buffer("fill", numbers, persistent=False)

@@ -33,8 +33,7 @@ def convolution(flow: Flow, node: Node) -> None:
     out_axis = len(shape) - 1 if linear else axis
     _tie_inputs(flow, node, read, state, axis, weight_name, groups)
 
-    nonzero = (weight != 0).reshape(*weight.shape[:2], -1).any(2).cpu().numpy()
-    nonzero = nonzero.reshape(groups, -1, weight.shape[1])  # group, output, input
+    nonzero = flow.nonzero(weight_name).reshape(groups, -1, weight.shape[1])  # group, output, input
     inputs = state.along(axis)
     foldable = linear or _unpadded(arg(node, 4, "padding", 0), weight.shape[2:])
     shared = not _editable(flow, node, weight_name, bias_name)
@@ -66,7 +65,7 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
         flow.tie(state.labels, flow.labels_of(weight_name, 0))
     else:
         flow.pin(flow.labels_of(weight_name, 0), f"the input of {layer_of(node)}")
-    nonzero = (weight != 0).reshape(*weight.shape[:2], -1).any(2).cpu().numpy().T[None]
+    nonzero = flow.nonzero(weight_name).T[None]
     inputs = state.along(axis)
     shared = not _editable(flow, node, weight_name, bias_name)
     values = _outputs(flow, weight_name, bias_name, nonzero, inputs, False, shared, transposed=True)
@@ -88,7 +87,7 @@ def embedding(flow: Flow, node: Node) -> None:
         return
     table = flow.tensors[name].detach()
     same = (table == table[:1]).all(0).cpu().numpy()
-    values = np.where(same, table[0].double().cpu().numpy(), np.nan)
+    values = np.where(same & (flow.closed is None), table[0].double().cpu().numpy(), np.nan)
     shape = shape_of(node)
     flow.pin(flow.labels_of(name, 0), f"the rows of {layer_of(node)}")
     flow.put(node, labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values), lambda live: None)
@@ -97,7 +96,7 @@ def embedding(flow: Flow, node: Node) -> None:
 def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
     """The names of weight and bias, or None where one of them is not a parameter of the model itself."""
     weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
-    names = []
+    names: list[str | None] = []
     for source in (weight, bias):
         if source is None:
             names.append(None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
@@ -342,7 +341,9 @@ def pixel_unshuffle(flow: Flow, node: Node) -> None:
 
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
-    **dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as _reshape_alias".split(), reshape),
+    **dict.fromkeys(
+        "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as _reshape_alias".split(), reshape
+    ),
     **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
     **dict.fromkeys("expand expand_as broadcast_to".split(), expand),
     **dict.fromkeys("select slice narrow flip roll".split(), take),

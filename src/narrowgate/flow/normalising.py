@@ -34,7 +34,9 @@ def batch_norm(flow: Flow, node: Node) -> None:
                 flow.labels_of(name, 0), f"the input of {layer_of(node)}"
             )
     scale, shift, mean, variance = (_vector(flow, name, size) for name in names)
-    trains = bool(arg(node, 5, "training"))
+    if scale is not None and not flow.can_be_zero(str(names[0])):
+        scale = np.where(scale == 0, 1.0, scale)  # a zero-initialised scale is about to learn
+    trains = bool(arg(node, 5, "training")) or flow.closed is not None
     values = state.along(1)
     if trains or mean is None or variance is None:
         values = np.where(np.isnan(values), np.nan, 0.0)  # a constant channel minus its own mean

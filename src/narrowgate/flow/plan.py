@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.cuts import Cut, Edit
-from narrowgate.flow.decide import CollapseError, Decision, decide, wanted_constants
+from narrowgate.flow.decide import Decision, decide, wanted_constants
 from narrowgate.flow.replay import pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, trace
 from narrowgate.flow.training import pin_training_only
-from narrowgate.flow.ungated import ungated
+from narrowgate.flow.ungated import closed_gates, ungated
 
 LAYOUTS = ("aligned", "scatter")
 CONSTANTS = ("exact", "fold", "drop")
@@ -62,10 +62,7 @@ class Plan:
                 name: Cut(tuple(cut["shape"]), _int_keys(cut["keep"]), cut["grouped"])
                 for name, cut in data["cuts"].items()
             }
-            data["edits"] = {
-                name: Edit(**{key: _int_keys(v) if isinstance(v, dict) else v for key, v in edit.items()})
-                for name, edit in data["edits"].items()
-            }
+            data["edits"] = {name: Edit(**_edit_fields(edit)) for name, edit in data["edits"].items()}
             data["rows"] = [Row(**row) for row in data["rows"]]
             data["walls"] = [Wall(**wall) for wall in data["walls"]]
             return cls(**data)
@@ -88,6 +85,10 @@ class Plan:
         return "\n".join(lines)
 
 
+def _edit_fields(edit: dict[str, Any]) -> dict[str, Any]:
+    return {key: _int_keys(value) if isinstance(value, dict) else value for key, value in edit.items()}
+
+
 def _int_keys(mapping: dict[str, Any]) -> dict[int, Any]:
     return {int(key): value for key, value in mapping.items()}
 
@@ -99,6 +100,7 @@ def plan(
     layout: str = "aligned",
     constants: str = "exact",
     round_to: int = 1,
+    training: bool = False,
 ) -> Plan:
     """Find every channel that is provably constant or unused; the model is not changed.
 
@@ -108,6 +110,8 @@ def plan(
         constants: ``exact`` keeps a channel where a non-zero constant can't become a bias; ``fold`` folds anyway (wrong
             at padded borders); ``drop`` ignores constants, as the paper does before fine-tuning.
         round_to: keep dead channels so that widths are multiples of this.
+        training: the model goes on training: only closed gates count as dead (a zero-initialised filter is about to
+            learn), and a dead channel's constant is what it is in training. For ``compact_``.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
@@ -116,7 +120,8 @@ def plan(
     if round_to < 1:
         raise ValueError(f"round_to must be 1 or above, got {round_to}")
     plain = ungated(model)
-    flow = Flow(trace(plain, example_inputs), plain, constants).run(RULES)
+    closed = closed_gates(model) if training else None
+    flow = Flow(trace(plain, example_inputs), plain, constants, closed).run(RULES)
     pin_training_only(flow, plain, example_inputs)
     while True:
         decision = decide(flow, round_to)
@@ -213,6 +218,3 @@ def _row(decision: Decision, mixer: Mixer) -> Row:
         reasons[text] = reasons.get(text, 0) + 1
     text = "; ".join(f"{count}: {why}" for why, count in reasons.items())
     return Row(mixer.layer, int(kept.sum()), len(labels), int(mixer.needed_rows.sum()), text)
-
-
-__all__ = ["CollapseError", "Cut", "Edit", "Plan", "Row", "Tensor", "plan"]

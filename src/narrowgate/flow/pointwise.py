@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def _couple(flow: Flow, node: Node, states: list[State], shape: tuple[int, ...],
     for state in states:
         own = axis - (len(shape) - len(state.shape))
         if own >= 0 and state.shape[own] == shape[axis] != 1 and _axis_in(state, shape) != axis:
-            flow.wall(node, [source for source in map(flow.resolve, node.all_input_nodes)], "an operand has fixed width")
+            flow.wall(node, list(map(flow.resolve, node.all_input_nodes)), "an operand has fixed width")
             break
     return labels
 
@@ -99,10 +100,9 @@ def _evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
         varying = varying | np.isnan(values)
     result = np.full(size, np.nan)
     if not varying.all():
-        try:
+        # An operation that does not take float64 vectors counts as varying.
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
             result[:] = _run(node, known)
-        except (RuntimeError, TypeError, NotImplementedError):
-            pass  # an operation that does not take float64 vectors: its result counts as varying
         result[varying] = np.nan
     if op_name(node) in ("mul", "mul_"):  # 0 x anything finite is 0: a closed squeeze-excite input or layer scale
         for values in known.values():
@@ -118,8 +118,8 @@ def _run(node: Node, known: dict[Node, Values]) -> Values:
         val = source.meta.get("val")
         return tensor.to(val.dtype) if isinstance(val, Tensor) and not val.is_floating_point() else tensor
 
-    args = map_arg(node.args, as_tensor)
-    kwargs = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)
+    args: Any = map_arg(node.args, as_tensor)
+    kwargs: Any = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)
     target: Any = node.target
     if is_in_place(node):
         args = (args[0].clone(), *args[1:])

@@ -174,4 +174,3 @@ def _order(flow: Flow, node: Node) -> int:
     if not hasattr(flow, "_node_order"):
         flow._node_order = {n: i for i, n in enumerate(flow.graph.nodes)}  # type: ignore[attr-defined]
     return int(flow._node_order[node])  # type: ignore[attr-defined]
-

@@ -29,9 +29,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     if not gathers and not scatters:
         return edit
     axis = 0 if edit.transposed else 1
-    cuts[edit.weight] = Cut(
-        tuple(flow.tensors[edit.weight].shape), {axis: own_in.tolist(), 1 - axis: own_out.tolist()}
-    )
+    cuts[edit.weight] = Cut(tuple(flow.tensors[edit.weight].shape), {axis: own_in.tolist(), 1 - axis: own_out.tolist()})
     if edit.bias is not None:
         cuts[edit.bias] = Cut((len(mixer.output.labels),), {0: own_out.tolist()})
     gather = np.searchsorted(stream_in, own_in).tolist() if gathers else None

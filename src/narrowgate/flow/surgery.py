@@ -17,11 +17,11 @@ class PlanError(ValueError):
 
 def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """A smaller copy of the model that computes the same function; gates are merged, the original is untouched."""
-    _check(model, plan)
+    check_fits(model, plan)
     small = ungated(model)
     replaced: dict[int, Tensor] = {}
-    tensors = _tensors(small)
-    edited = _edited(small, plan)
+    tensors = tensors_of(small)
+    edited = edited_tensors(small, plan)
     for name, tensor in tensors.items():
         if id(tensor) in replaced:
             continue
@@ -55,9 +55,9 @@ def _cut_groups(weight: Tensor, grouped: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def _edited(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     """New full-size values of the weights and biases that constants change; a new bias is named ``layer.bias``."""
-    tensors = _tensors(model)
+    tensors = tensors_of(model)
     edited: dict[str, Tensor] = {}
     for edit in plan.edits.values():
         if not (edit.rows or edit.folded or edit.carried):
@@ -109,16 +109,16 @@ def _put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
                     store[key] = replaced[id(tensor)]  # type: ignore[assignment]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
 
 
-def _check(model: nn.Module, plan: Plan) -> None:
+def check_fits(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan made for another model, or one that was applied already."""
-    tensors = _tensors(model)
+    tensors = tensors_of(model)
     for name, how in plan.cuts.items():
         if name not in tensors:
             raise PlanError(f"this plan is for another model: it cuts {name!r}, which {type(model).__name__} lacks")

@@ -69,7 +69,8 @@ def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = Fals
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TraceError(
-                f"torch.export cannot trace {type(model).__name__} with these inputs: {type(error).__name__}: {reason}. "
+                f"torch.export cannot trace {type(model).__name__} with these inputs: {type(error).__name__}: "
+                f"{reason}. "
                 "Check that model(*example_inputs) runs and that its forward has no branch on tensor values"
             ) from error
     signature = program.graph_signature
@@ -100,7 +101,8 @@ def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
     raise TypeError(
-        f"example_inputs must be a tensor, a tuple of arguments or a dict of keywords, got {type(example_inputs).__name__}"
+        "example_inputs must be a tensor, a tuple of arguments or a dict of keywords, "
+        f"got {type(example_inputs).__name__}"
     )
 
 

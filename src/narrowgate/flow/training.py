@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 from torch import nn
+from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
 from narrowgate.flow.rules import RULES
+from narrowgate.flow.state import Labels
 from narrowgate.flow.trace import ExampleInputs, TraceError, layer_of, trace
 
 _WHY = "it runs in training only"
+_NONE = np.zeros(0, np.int64)
 
 
 def pin_training_only(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> None:
@@ -28,10 +31,10 @@ def pin_training_only(flow: Flow, model: nn.Module, example_inputs: ExampleInput
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        reads = [source for source in node.all_input_nodes]
+        reads = node.all_input_nodes
         if not any(graph.tensors.get(source) in unseen for source in reads):
             continue
-        wanted = np.concatenate([_labels(other, source) for source in reads if source not in graph.tensors] or [[]])
+        wanted = np.concatenate([_NONE, *(_labels(other, source) for source in reads if source not in graph.tensors)])
         for (name, axis), labels in owner.items():
             hit = np.isin(labels, wanted)
             if hit.any() and (name, axis) in flow.axis_labels:
@@ -39,7 +42,7 @@ def pin_training_only(flow: Flow, model: nn.Module, example_inputs: ExampleInput
         flow.walls.append(Wall(layer_of(node), "training only", _WHY))
 
 
-def _labels(flow: Flow, source: object) -> np.ndarray:  # type: ignore[type-arg]
-    state = flow.states.get(flow.resolve(source))  # type: ignore[arg-type]
+def _labels(flow: Flow, source: Node) -> Labels:
+    state = flow.states.get(flow.resolve(source))
     states = state if isinstance(state, list) else [state]
-    return np.concatenate([one.labels for one in states if one is not None and one.axis is not None] or [[]])
+    return np.concatenate([_NONE, *(one.labels for one in states if one is not None and one.axis is not None)])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from narrowgate.batched import forget_prepared_gates_
+from narrowgate.flow.analysis import ClosedGates
+from narrowgate.flow.state import Mask
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate
 
@@ -49,6 +52,30 @@ def ungated(model: nn.Module) -> nn.Module:
             assert isinstance(module.gate, Gate)
             module.gate = FrozenGate(module.gate.final_value())
     return plain
+
+
+def closed_gates(model: nn.Module) -> ClosedGates:
+    """Which outputs and inputs of which weight a closed gate holds at zero, in the order of the weight's axes."""
+    closed: ClosedGates = {}
+    for name, module in model.named_modules():
+        gate = module._modules.get("gate")
+        prefix = f"{name}." if name else ""
+        if isinstance(module, GatedLayer):
+            outputs, inputs = _closed(module.gate, module, 1), _closed(module.gate_in, module, 0)
+            swap = bool(getattr(module, "transposed", False))
+            closed[f"{prefix}weight"] = (inputs, outputs) if swap else (outputs, inputs)
+        elif isinstance(gate, LinearGate):
+            closed[f"{prefix}weight"] = (_closed(gate, module, 1), None)
+    return closed
+
+
+def _closed(gate: Gate | None, layer: nn.Module, outputs: int) -> Mask | None:
+    if gate is None:
+        return None
+    mask = (gate.final_value() == 0).cpu().numpy()
+    if gate.size == 1 and isinstance(layer.weight, Tensor):  # one gate for the whole layer
+        return np.full(layer.weight.shape[0 if outputs else 1], mask[0])
+    return mask
 
 
 @torch.no_grad()

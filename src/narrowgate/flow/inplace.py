@@ -1,0 +1,112 @@
+"""``compact_``: cut a model in place while it trains; gates stay on the channels that live, optimizer state follows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.flow.cuts import Cut, Edit
+from narrowgate.flow.plan import Plan
+from narrowgate.flow.resize import resize_
+from narrowgate.flow.surgery import check_fits, cut, edited_tensors, tensors_of
+from narrowgate.flow.ungated import ungated
+from narrowgate.gated import GatedLayer
+from narrowgate.gates import Gate
+
+
+def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Apply a plan to the model itself: parameters keep their identity, so optimizers and param groups stay valid.
+
+    State tensors of the optimizer that have their parameter's shape (momentum, Adam's moments) are cut along. Use a
+    plan made with ``training=True``, which trusts closed gates only. Exponential moving averages are models of their
+    own: call this on them with the same plan.
+    """
+    if plan.layout != "aligned":
+        raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
+    check_fits(model, plan)
+    edited = _without_gates(model, edited_tensors(ungated(model), plan))
+    cuts = {**plan.cuts, **_gate_cuts(model, plan)}
+    done: set[int] = set()
+    for name, tensor in tensors_of(model).items():
+        if id(tensor) in done or not (name in cuts or name in edited):
+            continue
+        done.add(id(tensor))
+        _replace_(tensor, edited.get(name, tensor.detach()), cuts.get(name), optimizer)
+    for edit in plan.edits.values():
+        if edit.new_bias:
+            _add_bias_(model, plan, edit, edited[f"{edit.layer}.bias"], optimizer)
+    resize_(model, plan.edits)
+    return model
+
+
+@torch.no_grad()
+def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.optim.Optimizer | None) -> None:
+    shape = tensor.shape
+    tensor.data = (values if how is None else cut(values, how)).clone()
+    tensor.grad = None
+    if optimizer is None or how is None:
+        return
+    state: dict[str, Any] = optimizer.state.get(tensor, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            state[key] = cut(value, how).clone()
+
+
+def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
+    """Gate parameters go with the axis they sit on; a gate for a whole block stays."""
+    cuts = {}
+    for name, layer in model.named_modules():
+        how = plan.cuts.get(f"{name}.weight")
+        if not isinstance(layer, GatedLayer) or how is None:
+            continue
+        transposed = bool(getattr(layer, "transposed", False))
+        for key, axis in (("gate", int(transposed)), ("gate_in", int(not transposed))):
+            gate = layer._modules.get(key)
+            if isinstance(gate, Gate) and axis in how.keep and gate.size == how.shape[axis]:
+                cuts[f"{name}.{key}.g"] = Cut((how.shape[axis],), {0: how.keep[axis]})
+    return cuts
+
+
+@torch.no_grad()
+def _without_gates(model: nn.Module, edited: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Edits were computed on effective weights; divide the changed numbers by the gates that will multiply them."""
+    result = dict(edited)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, GatedLayer):
+            continue
+        out = None if layer.gate is None else layer.gate.final_value()
+        into = None if layer.gate_in is None else layer.gate_in.final_value()
+        effective_weight, effective_bias = layer.scaled(out, into)
+        weight, bias = cast(Tensor, layer.weight), cast("Tensor | None", layer.bias)
+        key = f"{name}.weight"
+        if key in result:
+            factor = torch.ones_like(weight)
+            factor = factor if out is None else layer._scale_outputs(factor, out.to(factor.dtype))
+            factor = factor if into is None else layer._scale_inputs(factor, into.to(factor.dtype))
+            result[key] = _divide(weight, effective_weight, result[key], factor)
+        key = f"{name}.bias"
+        if key in result and out is not None:
+            zeros = torch.zeros_like(result[key])  # a layer without bias gets one
+            raw, before = (zeros, zeros) if bias is None or effective_bias is None else (bias, effective_bias)
+            result[key] = _divide(raw, before, result[key], out.to(raw.dtype).expand_as(raw))
+    return result
+
+
+def _divide(raw: Tensor, effective: Tensor, wanted: Tensor, factor: Tensor) -> Tensor:
+    """``raw`` changed so that raw times factor is ``wanted`` wherever that differs from before."""
+    changed = (wanted != effective) & (factor != 0)
+    return torch.where(changed, wanted / factor, raw)
+
+
+def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    layer = model.get_submodule(edit.layer)
+    how = plan.cuts.get(edit.weight)
+    rows = how.keep.get(1 if edit.transposed else 0) if how is not None else None
+    kept = bias if rows is None else bias[torch.tensor(rows, device=bias.device)]
+    layer.bias = nn.Parameter(kept.clone())
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            if any(parameter is layer.weight for parameter in group["params"]):
+                group["params"].append(layer.bias)
