@@ -66,6 +66,7 @@ def attach_gates_(
     gates: dict[str, Gate] = {}
     for site in sites:
         gate = make(site.size) if init is None else make(site.size, init)
+        gate.train(site.layer.training)
         _like_weights_of(site, model, gate)
         gate_layer_(site.layer, site.key, gate)
         if keep_function:

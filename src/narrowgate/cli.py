@@ -47,24 +47,25 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Make PyTorch networks narrow while they train.
 
-        Trainable gates learn which channels of a network matter; the channels whose gates close are exactly zero.
+        Trainable gates learn which channels of a network matter; a closed gate makes its filter exactly zero.
         """
 
     @app.command()
     def demo(
-        epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 80,
-        seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches; the same seed, the same run.")] = 0,
+        epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the training images.")] = 80,
+        seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same run.")] = 0,
         penalty: Annotated[
             Literal["l1", "l2", "bounded-l1"], typer.Option(help="What pulls the gates to zero.")
         ] = "bounded-l1",
-        strength: Annotated[float, typer.Option(min=0, help="How hard it pulls; 0 closes nothing.")] = 0.01,
+        strength: Annotated[float, typer.Option(min=0, metavar="X", help="How hard it pulls.")] = 0.02,
         placement: Annotated[
-            Literal["after-norm", "before-norm"], typer.Option(help="Gate each BatchNorm, or the convolution before it.")
+            Literal["after-norm", "before-norm"],
+            typer.Option(help="Gate each BatchNorm, or the convolution before it."),
         ] = "after-norm",
     ) -> None:
-        """Train a small network on handwritten digits until most of its channels are closed (half a minute on a CPU).
+        """Train a small network on handwritten digits until most of its channels are closed.
 
-        The images come with scikit-learn: nothing is downloaded.
+        The images come with scikit-learn: nothing is downloaded. On a CPU it takes about half a minute.
         """
         from narrowgate.demo import Settings, run
 

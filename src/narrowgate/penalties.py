@@ -97,8 +97,8 @@ class Penalty:
         if self.kind == "l0":
             raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
         flat = self.gates.flat()
-        g = norms.at_least_float32(flat)
-        strength, sigma = self._scalars(g)
+        strength, sigma = self._scalars(flat)
+        g = flat.to(strength.dtype)
         if self.kind == "l2":
             new = g / (1 + lr * strength)
         else:

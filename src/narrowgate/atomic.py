@@ -1,0 +1,71 @@
+"""Folders that are replaced as a whole: a reader finds the old files or the new ones, never a mixture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
+    """Make ``target`` a folder with exactly these files; an error, or the end of the process, leaves the old one.
+
+    Between two renames nothing is at ``target``: if the process ends there, ``surviving_folder`` finds the old one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        new.mkdir()
+        for name, content in files.items():
+            _write(new / name, content)
+        _sync_folder(new)
+        _swap(new, target)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def surviving_folder(target: Path) -> Path | None:
+    """Where the last complete version is: at ``target`` or, after an interrupted replacement, beside it."""
+    return next((path for path in (target, _previous(target)) if path.exists()), None)
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _swap(new: Path, target: Path) -> None:
+    previous = _previous(target)
+    if target.exists():
+        if previous.exists():
+            shutil.rmtree(previous)
+        os.replace(target, previous)
+        try:
+            os.replace(new, target)
+        except BaseException:
+            os.replace(previous, target)
+            raise
+    else:
+        os.replace(new, target)
+    _sync_folder(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk too, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
