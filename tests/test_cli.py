@@ -120,6 +120,7 @@ def test_demo_closes_gates_and_prints_what_is_left(short_demo):
     assert 0 < closed < 100
     error_before, error_after = map(float, re.search(r"([\d.]+)% before, ([\d.]+)% after", output).groups())
     assert error_before == error_after < 50
+    assert re.search(r"max difference \de-\d\d", output)
     assert max(map(len, output.splitlines())) <= 80
 
 
@@ -153,11 +154,13 @@ def test_removal_keeps_the_function(placement):
     images = torch.rand(4, 1, 8, 8)
     model(images)  # running statistics that are not their start values
     model.eval()
-    narrow, note = demo.remove(model, gates, images[:2])
+    narrow, proof = demo.remove(model, images)
     torch.testing.assert_close(narrow(images), model(images))
-    assert note
+    assert proof.passed
     sizes = demo.sizes(narrow)
-    assert sizes["branch1"].channels == 5  # gates 0, 3 and 6 of 8 are closed
+    # Gates 0, 3 and 6 of 8 are closed. Before the norm its shift makes them constants, and one of these may have to
+    # stay to carry the others past the next layer's padding.
+    assert sizes["branch1"].channels in ((5,) if placement == "after-norm" else (5, 6))
     assert sizes["branch1"].parameters < demo.sizes(demo.DigitsNet(8))["branch1"].parameters
     assert not any(isinstance(module, ng.gates.Gate) for module in narrow.modules())
     assert gates.closed_fraction() > 0  # the trained model is left as it was

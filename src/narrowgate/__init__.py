@@ -15,7 +15,9 @@ from narrowgate.flow import (
     plan,
     verify,
 )
+from narrowgate.measure import Summary, summarize
 from narrowgate.penalties import Penalty
+from narrowgate.storage import StorageError, load, save
 
 __all__ = [
     "CollapseError",
@@ -23,6 +25,8 @@ __all__ = [
     "Penalty",
     "Plan",
     "PlanError",
+    "StorageError",
+    "Summary",
     "TraceError",
     "Verification",
     "VerificationError",
@@ -31,10 +35,13 @@ __all__ = [
     "compact",
     "compact_",
     "gates_of",
+    "load",
     "merge_gates_",
     "norms",
     "plain_state_dict",
     "plan",
+    "save",
     "schedules",
+    "summarize",
     "verify",
 ]

@@ -117,13 +117,19 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan made for another model, or one that was applied already."""
+    """Refuse a plan made for another model, or one that was applied already; nothing is changed before this passes."""
     tensors = tensors_of(model)
-    for name, how in plan.cuts.items():
+    kind = type(model).__name__
+    for name in (*plan.cuts, *plan.edits, *(edit.bias for edit in plan.edits.values() if edit.bias)):
         if name not in tensors:
-            raise PlanError(f"this plan is for another model: it cuts {name!r}, which {type(model).__name__} lacks")
+            raise PlanError(f"this plan is for another model: it names {name!r}, which {kind} lacks; plan again")
+    for name, how in plan.cuts.items():
         shape = tuple(tensors[name].shape)
-        if shape == how.shape:
-            continue
-        hint = "it was applied to this model already" if shape == how.new_shape else "it was made for another model"
-        raise PlanError(f"the plan expects {name!r} of shape {how.shape}, found {shape}: {hint}; plan again")
+        if shape != how.shape:
+            hint = "it was applied already" if shape == how.new_shape else "it was made for another model"
+            raise PlanError(f"the plan expects {name!r} of shape {how.shape}, found {shape}: {hint}; plan again")
+    for name, edit in plan.edits.items():
+        rows, columns = tensors[name].shape[:2] if not edit.transposed else tensors[name].shape[1::-1]
+        reach = [*edit.folded, *edit.carried, *([] if edit.carrier is None else [edit.carrier])]
+        if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
+            raise PlanError(f"the plan edits channels that {name!r} of {kind} does not have; plan again")
