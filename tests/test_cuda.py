@@ -1,0 +1,115 @@
+"""What only a GPU can show; skipped without one."""
+
+import copy
+
+import pytest
+import torch
+from helpers import ConvNet, assert_same, compiles, gradients, images, layer_by_layer, named, spread_gates_
+from torch import nn
+
+import narrowgate as ng
+from narrowgate.gates import exponential_gate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def gated_convnet(**options):
+    model = ConvNet().cuda()
+    spread_gates_(ng.attach_gates_(model, **options))
+    return model
+
+
+@compiles
+@pytest.mark.parametrize("mode", ["eager", "autocast", "compiled"])
+def test_the_closing_point_is_the_same_on_the_gpu(mode):
+    middle = torch.tensor(2**-12.5).view(torch.int32)
+    g = (middle + torch.arange(-100_000, 100_001, dtype=torch.int32)).view(torch.float32)
+    g = torch.cat([g, -g])
+    gate = torch.compile(exponential_gate, fullgraph=True) if mode == "compiled" else exponential_gate
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        closed = gate(g.cuda()) == 0
+    assert torch.equal(closed.cpu(), g.double().abs() < 2**-12.5)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_batched_and_layer_by_layer_agree(half, channels_last):
+    model, x = gated_convnet(), images().cuda()
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    alone = layer_by_layer(model)
+    results = []
+    for each in (model, alone):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+            y = each(x)
+        y.float().square().sum().backward()
+        results.append((y.detach(), gradients(each)))
+    assert_same(results[0][0], results[1][0])
+    tolerance = 3e-2 if half else 1e-4
+    assert_same(results[0][1], results[1][1], rtol=tolerance, atol=tolerance)
+
+
+def test_gates_are_made_where_their_layer_is_and_may_be_on_several_devices():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).cuda(), nn.Linear(5, 2).cuda())
+    gates = ng.attach_gates_(model)
+    assert [g.device.type for g in gates.parameters()] == ["cpu", "cuda"]
+    penalty = ng.Penalty(gates, "bounded-l1", 0.5)
+    penalty().backward()
+    assert penalty().item() == pytest.approx(0.5 * 9 * 0.632120559, rel=1e-6)
+    assert all((g.grad > 0).all() for g in gates.parameters())
+    penalty.proximal_(10.0)
+    assert gates.closed_fraction() == 1
+    hard = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).cuda(), nn.Linear(5, 2))
+    ng.Penalty(ng.attach_gates_(hard, "hard-concrete"), "l0", 0.5)().backward()
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_a_captured_training_step_follows_the_schedule(proximal):
+    """A CUDA graph of the whole step, penalty included, does what eager steps do, and sees a new epoch's strength."""
+
+    def train(capture):
+        torch.manual_seed(0)
+        model = gated_convnet(where=named("conv1", "conv2", "fc1"))
+        gates = ng.gates_of(model)
+        penalty = ng.Penalty(gates, "bounded-l1", lambda epoch: 0.01 * (epoch + 1), sigma=lambda epoch: 1 / (epoch + 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        x = images().cuda()
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(x).square().mean()
+            (loss if proximal else loss + penalty()).backward()
+            optimizer.step()
+            if proximal:
+                penalty.proximal_(0.01)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        if capture:
+            graph = torch.cuda.CUDAGraph()
+            state = copy.deepcopy(model.state_dict())
+            with torch.cuda.graph(graph):
+                step()
+            model.load_state_dict(state)
+            step = graph.replay
+        for epoch in range(4):
+            penalty.set_epoch(epoch)
+            step()
+        return gates.flat().detach()
+
+    expected = train(capture=False)
+    assert_same(train(capture=True), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["l1", "bounded-l1"])
+def test_a_new_epoch_makes_no_new_tensor(kind):
+    gates = ng.attach_gates_(ConvNet().cuda())
+    penalty = ng.Penalty(gates, kind, lambda epoch: 0.1 * epoch)
+    penalty()
+    tensor = penalty._strength_tensor
+    penalty.set_epoch(5)
+    assert penalty._strength_tensor is tensor and tensor.is_cuda and tensor.item() == 0.5
