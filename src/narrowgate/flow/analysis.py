@@ -72,6 +72,7 @@ class Flow:
         self.edges: list[tuple[Labels, Labels]] = []
         self.pinned: list[tuple[Labels, str]] = []
         self.equal_counts: list[Labels] = []
+        self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
         self.axis_labels: dict[tuple[str, int], Labels] = {}
         self.label_count = 1  # 0 is PINNED
         self._backward: dict[Node, Backward] = {}

@@ -70,9 +70,9 @@ def decide(flow: Flow, round_to: int = 1) -> Decision:
 def _keep_constants(flow: Flow, classes: _Classes) -> dict[int, int]:
     """Where a non-zero constant can't become a bias, keep one such channel to carry them all (by mixer index)."""
     carriers: dict[int, int] = {}
-    if flow.constants != "exact":
+    if flow.constants == "drop":
         return carriers
-    hard = [(i, mixer) for i, mixer in enumerate(flow.mixers) if not mixer.foldable]
+    hard = [(i, mixer) for i, mixer in enumerate(flow.mixers) if not folds(flow, mixer)]
     for _, mixer in hard:
         if mixer.shared or mixer.groups > 1:
             classes.keep(mixer.inputs.labels[wanted_constants(mixer)], f"a constant that {mixer.layer} reads")
@@ -89,6 +89,11 @@ def _keep_constants(flow: Flow, classes: _Classes) -> dict[int, int]:
         carriers[i] = int(wanted[best])
         classes.keep(labels[best : best + 1], f"the constant that {mixer.layer} reads")
     return carriers
+
+
+def folds(flow: Flow, mixer: Mixer) -> bool:
+    """Whether constant inputs of a layer go into its bias: where that is exact, or where it was asked for anyway."""
+    return mixer.foldable or (flow.constants == "fold" and not mixer.shared and mixer.out_axis == 0)
 
 
 def wanted_constants(mixer: Mixer) -> Mask:

@@ -37,7 +37,7 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
     for edit in plan.edits.values():
         if edit.new_bias:
             _add_bias_(model, plan, edit, edited[f"{edit.layer}.bias"], optimizer)
-    resize_(model, plan.edits)
+    resize_(model, plan.edits, plan.widths)
     return model
 
 

@@ -15,6 +15,9 @@ from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.state import Mask, State, Values, labelled
 from narrowgate.flow.trace import layer_of, op_name
 
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+_FORWARDS = {layer.forward for layer in _LAYERS}
+
 
 def convolution(flow: Flow, node: Node) -> None:
     """conv1d/2d/3d and linear: y = W x + b over channels, whatever the kernel does in space."""
@@ -114,8 +117,11 @@ def _editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
     if flow.uses[weight] > 1 or (bias is not None and flow.uses[bias] > 1):
         return False
     owner = flow.modules.get(layer_of(node))
-    owns = isinstance(owner, (_ConvNd, nn.Linear)) and owner.weight is flow.tensors[weight]
-    return bias is not None or (owns and owner is not None and owner.bias is None)
+    if bias is not None:
+        return True
+    if not isinstance(owner, (_ConvNd, nn.Linear)) or owner.weight is not flow.tensors[weight]:
+        return False
+    return type(owner).forward in _FORWARDS  # one of the user's own may not read the bias that would be added
 
 
 def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, weight: str, groups: int) -> None:

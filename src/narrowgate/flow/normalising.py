@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +79,8 @@ def instance_norm(flow: Flow, node: Node) -> None:
     for name in names:
         if name is not None:
             flow.tie(state.labels, flow.labels_of(name, 0))
+    if not any(names):
+        flow.bare_norms[layer_of(node)] = state.labels
     values = np.where(np.isnan(state.values), np.nan, 0.0)
     values = _affine(values, *(_vector(flow, name, len(values)) for name in names[:2]))
     _put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
@@ -190,8 +191,8 @@ def reduction(flow: Flow, node: Node) -> None:
     values = np.full_like(state.values, np.nan)
     if name in ("mean", "amax", "amin"):
         values = state.values
-    elif name == "sum":
-        values = state.values * math.prod(state.shape[d] for d in dims)
+    elif name == "sum":  # of a constant, it depends on the size of the image or the batch
+        values = np.where(state.values == 0, 0.0, np.nan)
     shape = shape_of(node)
     if state.axis is None:
         _put_per_channel(flow, node, read, unlabelled(shape, float(values[0])))

@@ -11,7 +11,7 @@ from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.cuts import Cut, Edit
-from narrowgate.flow.decide import Decision, decide, wanted_constants
+from narrowgate.flow.decide import Decision, decide, folds, wanted_constants
 from narrowgate.flow.replay import pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
@@ -44,6 +44,7 @@ class Plan:
     edits: dict[str, Edit]
     rows: list[Row]
     walls: list[Wall]
+    widths: dict[str, int]
     parameters_before: int
     parameters_after: int
 
@@ -125,9 +126,9 @@ def plan(
     pin_training_only(flow, plain, example_inputs)
     while True:
         decision = decide(flow, round_to)
-        made = build(flow, decision, plain, layout)
-        if not pin_what_breaks(flow, decision, made.cuts, made.edits, plain, example_inputs):
-            return made
+        made = build(flow, decision, plain, "aligned")
+        if not pin_what_breaks(flow, decision, made, plain, example_inputs):
+            return made if layout == "aligned" else build(flow, decision, plain, layout)
 
 
 def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan:
@@ -157,7 +158,8 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan
     )
     after += sum(_outputs_after(cuts, flow, edit) for edit in edits.values() if edit.new_bias)
     rows = [_row(decision, mixer) for mixer in flow.mixers]
-    return Plan(layout, flow.constants, cuts, edits, rows, flow.walls, before, after)
+    widths = {layer: len(decision.positions(labels)) for layer, labels in flow.bare_norms.items()}
+    return Plan(layout, flow.constants, cuts, edits, rows, list(dict.fromkeys(flow.walls)), widths, before, after)
 
 
 def _outputs_after(cuts: dict[str, Cut], flow: Flow, edit: Edit) -> int:
@@ -172,10 +174,9 @@ def _edit(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -> 
     columns = mixer.inputs.labels
     gone = ~decision.kept[columns] & wanted_constants(mixer) if len(mixer.live_columns) else np.zeros(0, bool)
     lost = {int(i): float(mixer.inputs.values[i]) for i in np.flatnonzero(gone)}
-    folds = mixer.foldable or flow.constants == "fold"
-    folded = lost if folds and flow.constants != "drop" and not mixer.shared else {}
+    folded = lost if folds(flow, mixer) and flow.constants != "drop" else {}
     carried: dict[int, float] = {}
-    if carrier is not None and not folds:
+    if carrier is not None and not folded:
         carried = {i: value / float(mixer.inputs.values[carrier]) for i, value in lost.items()}
     rows: dict[int, float] = {}
     if not mixer.shared:

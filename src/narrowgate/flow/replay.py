@@ -1,28 +1,44 @@
 """Replay: run the small architecture without numbers, and hold in place what a hard-coded size breaks.
 
 ``x.view(-1, 800)`` looks like ``x.flatten(1)`` in the graph, but raises, or merges two samples, once there are fewer
-features. So the cut model is run on shapes alone, every layer's output is compared with the prediction, and the last
-operation on the way that counted on a number of channels is pinned until all agree.
+features, and ``x / x.shape[1]`` divides by another number. So the cut model is run on shapes alone: it must do the same
+operations with the same numbers, and every layer's output must have the predicted shape. What does not agree is pinned.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgate.flow.analysis import Flow, Wall
+from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
 from narrowgate.flow.movement import RULES as MOVEMENTS
+from narrowgate.flow.pointwise import POINTWISE
 from narrowgate.flow.resize import resize_
 from narrowgate.flow.state import State
 from narrowgate.flow.trace import ExampleInputs, call_arguments, op_name
+
+
+class AlignedPlan(Protocol):
+    """The part of a plan that the replay looks at."""
+
+    @property
+    def cuts(self) -> dict[str, Cut]: ...
+    @property
+    def edits(self) -> dict[str, Edit]: ...
+    @property
+    def widths(self) -> dict[str, int]: ...
 
 
 class ReplayError(RuntimeError):
@@ -30,17 +46,12 @@ class ReplayError(RuntimeError):
 
 
 def pin_what_breaks(
-    flow: Flow,
-    decision: Decision,
-    cuts: dict[str, Cut],
-    edits: dict[str, Edit],
-    model: nn.Module,
-    example_inputs: ExampleInputs,
+    flow: Flow, decision: Decision, plan: AlignedPlan, model: nn.Module, example_inputs: ExampleInputs
 ) -> bool:
     """Run the planned architecture on shapes; pin what does not fit and return True if the plan must be made again."""
-    if not cuts:
+    if not plan.cuts:
         return False
-    trouble = _first_trouble(flow, decision, cuts, edits, model, example_inputs)
+    trouble = _first_trouble(flow, decision, plan, model, example_inputs)
     if trouble is None:
         return False
     node, message = trouble
@@ -72,75 +83,101 @@ def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> boo
 
 
 def _first_trouble(
-    flow: Flow,
-    decision: Decision,
-    cuts: dict[str, Cut],
-    edits: dict[str, Edit],
-    model: nn.Module,
-    example_inputs: ExampleInputs,
+    flow: Flow, decision: Decision, plan: AlignedPlan, model: nn.Module, example_inputs: ExampleInputs
 ) -> tuple[Node | None, str] | None:
-    """The first layer whose output has another shape than predicted, or that raised; None if all is well."""
-    skeleton = _skeleton(model, cuts)
-    resize_(skeleton, edits)
-    expected: dict[str, list[tuple[Node, tuple[int, ...]]]] = {}
-    for mixer in flow.mixers:
-        size = len(decision.positions(mixer.output.labels))
-        shape = list(mixer.output.shape)
-        shape[mixer.output.axis or 0] = size
-        expected.setdefault(mixer.layer, []).append((mixer.node, tuple(shape)))
-    wrong: list[tuple[Node, str]] = []
-    started: list[str] = []
+    """The first layer around which the small model does something else than the large one; None if all is well."""
+    large = _run(flow, _skeleton(model, {}), example_inputs)
+    skeleton = _skeleton(model, plan.cuts)
+    resize_(skeleton, plan.edits, plan.widths)
+    small = _run(flow, skeleton, example_inputs)
+    last: Node | None = None
+    for wanted, got in itertools.zip_longest(large, small):
+        if wanted is None or got is None or wanted.what != got.what:
+            return _next_mixer(flow, last), str(got or "it stops early")
+        if wanted.mixer is not None:
+            last = wanted.mixer.node
+            shape = list(wanted.mixer.output.shape)
+            shape[wanted.mixer.output.axis or 0] = len(decision.positions(wanted.mixer.output.labels))
+            if got.shape != tuple(shape):
+                return last, f"{wanted.mixer.layer} gives {got.shape}, not {tuple(shape)}"
+    return None
 
-    def before(name: str) -> Any:
-        return lambda module, args: started.append(name)
+
+@dataclass(frozen=True)
+class _Event:
+    """One operation with the numbers it was given, one layer's output, or how the run ended."""
+
+    what: tuple[object, ...]
+    mixer: Mixer | None = None
+    shape: tuple[int, ...] = ()
+
+
+def _run(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> list[_Event]:
+    """What a model without numbers does, operation by operation."""
+    log = _Log()
+    waiting: dict[str, list[Mixer]] = {}
+    for mixer in flow.mixers:
+        waiting.setdefault(mixer.layer, []).append(mixer)
 
     def after(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            node, shape = expected[name].pop(0) if len(expected[name]) > 1 else expected[name][0]
-            if isinstance(output, Tensor) and tuple(output.shape) != shape and not wrong:
-                wrong.append((node, f"{name} gives {tuple(output.shape)}, not {shape}"))
+            mixers = waiting[name]
+            mixer = mixers.pop(0) if len(mixers) > 1 else mixers[0]
+            if isinstance(output, Tensor):
+                log.events.append(_Event(("layer", name), mixer, tuple(output.shape)))
 
         return hook
 
-    modules = dict(skeleton.named_modules())
-    for name in expected:
-        if name in modules and not any(modules[name].children()):
-            modules[name].register_forward_pre_hook(before(name))
-            modules[name].register_forward_hook(after(name))
-    args, kwargs = pytree.tree_map(_to_meta, call_arguments(example_inputs))
-    skeleton.eval()
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            output = skeleton(*args, **kwargs)
-    except Exception as error:
-        if wrong:
-            return wrong[0]
-        at = expected[started[-1]][0][0] if started else None
-        return _next_mixer(flow, at), f"{type(error).__name__}: {error}"
-    if wrong:
-        return wrong[0]
-    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    wanted = [tuple(node.meta["val"].shape) for node in flow.graph.outputs]
-    return None if shapes == wanted or not wanted else (None, f"its outputs would be {shapes}, not {wanted}")
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in waiting and not any(module.children()):
+            module.register_forward_hook(after(name))
+    model.eval()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings(), log:
+        warnings.simplefilter("ignore")
+        args, kwargs = pytree.tree_map(_empty_like, call_arguments(example_inputs))
+        try:
+            output = model(*args, **kwargs)
+        except Exception as error:
+            log.events.append(_Event((f"{type(error).__name__}: {error}",)))
+        else:
+            shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            log.events.append(_Event(("output", *shapes)))
+    return log.events
+
+
+class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each operation and its numbers, for code like ``x / x.shape[1]`` that makes numbers of widths."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[_Event] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        numbers = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, float)]
+        if name.rstrip("_") in POINTWISE:
+            numbers += [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+        self.events.append(_Event((name, *numbers)))
+        return func(*args, **(kwargs or {}))
 
 
 def _skeleton(model: nn.Module, cuts: dict[str, Cut]) -> nn.Module:
-    """The small architecture with tensors that have shapes but no numbers."""
+    """A copy of the model's structure whose tensors have the planned shapes but no numbers."""
     memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        memo.setdefault(id(parameter), nn.Parameter(_empty(parameter, cuts.get(name)), requires_grad=False))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        memo.setdefault(id(buffer), _empty(buffer, cuts.get(name)))
+    with FakeTensorMode():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            memo.setdefault(id(parameter), nn.Parameter(_empty(parameter, cuts.get(name)), requires_grad=False))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            memo.setdefault(id(buffer), _empty(buffer, cuts.get(name)))
     return copy.deepcopy(model, memo)
 
 
 def _empty(tensor: Tensor, how: Cut | None) -> Tensor:
-    return torch.empty(tensor.shape if how is None else how.new_shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.shape if how is None else how.new_shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _to_meta(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+def _empty_like(leaf: Any) -> Any:
+    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _next_mixer(flow: Flow, at: Node | None) -> Node | None:

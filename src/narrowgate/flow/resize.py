@@ -10,13 +10,15 @@ from narrowgate.flow.cuts import Edit
 from narrowgate.flow.layers import index_
 
 
-def resize_(model: nn.Module, edits: dict[str, Edit]) -> None:
+def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) -> None:
     """Make the layers' own numbers of channels agree with their weights, and index those of the scatter layout."""
     for edit in edits.values():
         if edit.gather is not None or edit.scatter is not None:
             index_(model.get_submodule(edit.layer), edit.gather, edit.scatter, edit.fill)
     groups = {edit.layer: edit.new_groups for edit in edits.values()}
-    for name, module in model.named_modules():
+    for name, width in widths.items():
+        model.get_submodule(name).num_features = width  # type: ignore[assignment]
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _ConvNd):
             module.groups = groups.get(name, module.groups)
             first, second = module.weight.shape[:2]

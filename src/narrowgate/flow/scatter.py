@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.cuts import Cut, Edit
-from narrowgate.flow.decide import Decision, wanted_constants
+from narrowgate.flow.decide import Decision, folds, wanted_constants
 from narrowgate.flow.layers import SWAPS
 from narrowgate.flow.state import Labels
 
@@ -21,7 +21,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     if mixer.shared or mixer.groups != 1 or not alone:
         return edit
     stream_in, stream_out = decision.positions(mixer.inputs.labels), decision.positions(mixer.output.labels)
-    own_in, edit = _own_inputs(mixer, edit, stream_in)
+    own_in, edit = _own_inputs(flow, mixer, edit, stream_in)
     own_out = stream_out[mixer.needed_rows[stream_out]]
     if not len(own_out):  # a dead layer: one row that computes nothing
         own_out = stream_out[:1]
@@ -40,13 +40,14 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     return dataclasses.replace(edit, gather=gather, scatter=scatter, fill=fill, rows=rows, new_bias=new_bias)
 
 
-def _own_inputs(mixer: Mixer, edit: Edit, stream: Labels) -> tuple[Labels, Edit]:
+def _own_inputs(flow: Flow, mixer: Mixer, edit: Edit, stream: Labels) -> tuple[Labels, Edit]:
     """The inputs a layer really reads; constants that can become a bias do, though the stream still has them."""
     values = mixer.inputs.values
     varying = mixer.live_columns & np.isnan(values)
     constant = wanted_constants(mixer)
-    if mixer.foldable:
-        folded = {int(i): float(values[i]) for i in np.flatnonzero(constant)}
+    if folds(flow, mixer):
+        dropped = flow.constants == "drop"
+        folded = {} if dropped else {int(i): float(values[i]) for i in np.flatnonzero(constant)}
         edit = dataclasses.replace(edit, folded=folded)
         reads = varying
     else:

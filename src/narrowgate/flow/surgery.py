@@ -32,7 +32,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
         replaced[id(tensor)] = new
     _put(small, replaced)
     _add_biases(small, plan, edited)
-    resize_(small, plan.edits)
+    resize_(small, plan.edits, plan.widths)
     return small
 
 

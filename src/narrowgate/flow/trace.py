@@ -14,12 +14,8 @@ from torch.fx import Node
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
-# Operations whose result shares memory with their first argument.
-VIEWS = frozenset(
-    "view reshape flatten unflatten permute transpose t movedim squeeze unsqueeze expand expand_as select slice narrow "
-    "split split_with_sizes chunk unbind unfold diagonal alias detach view_as swapaxes numpy_T mT getitem "
-    "contiguous to dropout".split()
-)
+# Operations that may hand back their input itself though their schema does not say so.
+_MAY_ALIAS = frozenset("getitem type_as dropout feature_dropout alpha_dropout feature_alpha_dropout".split())
 
 
 class TraceError(RuntimeError):
@@ -35,11 +31,10 @@ class Graph:
     outputs: tuple[Node, ...]
 
     def uses(self) -> dict[str, int]:
-        """How many operations read each parameter or buffer."""
+        """How many times each parameter or buffer is read, being handed out as an output included."""
         counts: dict[str, int] = {}
         for node, name in self.tensors.items():
-            readers = sum(user.op != "output" for user in node.users)
-            counts[name] = counts.get(name, 0) + readers
+            counts[name] = counts.get(name, 0) + len(node.users)
         return counts
 
 
@@ -60,7 +55,7 @@ def layer_of(node: Node) -> str:
 def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
     """Trace an ungated model with torch.export; the model is left in the mode it was in."""
     args, kwargs = call_arguments(example_inputs)
-    with _mode(model, train), warnings.catch_warnings():
+    with _mode(model, train), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
@@ -132,12 +127,25 @@ def _mutates_through_views(nodes: list[Node]) -> bool:
     memory: dict[Node, Node] = {}  # the first node of each piece of memory
     sharing: dict[Node, list[Node]] = {}
     for node in nodes:
+        if _writes(node) and not is_in_place(node):
+            return True
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        shares = source is not None and (op_name(node) in VIEWS or is_in_place(node))
-        memory[node] = memory[source] if shares and source is not None else node
+        memory[node] = memory[source] if source is not None and _shares_memory(node) else node
         if is_in_place(node):
             others = [other for other in sharing.get(memory[node], []) if other is not source]
             if any(order[user] > order[node] for other in others for user in other.users):
                 return True
         sharing.setdefault(memory[node], []).append(node)
     return False
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _shares_memory(node: Node) -> bool:
+    """Whether the result may be a view of the first argument, by the operation's own declaration."""
+    schema = getattr(node.target, "_schema", None)
+    declared = schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
+    return declared or op_name(node) in _MAY_ALIAS
