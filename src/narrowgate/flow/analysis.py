@@ -14,6 +14,9 @@ from torch.fx import Node
 from narrowgate.flow.state import PINNED, Labels, Mask, State, labelled, unlabelled
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
 
+GROUPED_INPUTS = -1
+"""In place of an axis: the inputs of all groups of a grouped convolution, one after the other."""
+
 Backward = Callable[[Mask], None]
 ClosedGates = dict[str, tuple[Mask | None, Mask | None]]
 """While training: by weight, which of its outputs and inputs a closed gate holds at zero. Other zeros may yet learn."""
@@ -72,9 +75,12 @@ class Flow:
         self.edges: list[tuple[Labels, Labels]] = []
         self.pinned: list[tuple[Labels, str]] = []
         self.equal_counts: list[Labels] = []
+        self.splits: list[tuple[Node, State]] = []  # views that take the channel axis apart
+        self.whole: set[str] = set()  # layers that the scatter layout must leave whole
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
         self.axis_labels: dict[tuple[str, int], Labels] = {}
         self.label_count = 1  # 0 is PINNED
+        self.replayed: dict[bool, tuple[list[Any], str]] = {}  # by training mode
         self._backward: dict[Node, Backward] = {}
         self._replaced: dict[Node, Node] = {}
         self._read_as: dict[Node, dict[Node, Node]] = {}
@@ -85,6 +91,14 @@ class Flow:
         key = (name, axis)
         if key not in self.axis_labels:
             size = self.tensors[name].shape[axis]
+            self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
+            self.label_count += size
+        return self.axis_labels[key]
+
+    def input_labels_of(self, weight: str, size: int) -> Labels:
+        """Labels for all inputs of a grouped convolution, whose weight has an axis for one group's inputs only."""
+        key = (weight, GROUPED_INPUTS)
+        if key not in self.axis_labels:
             self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
             self.label_count += size
         return self.axis_labels[key]

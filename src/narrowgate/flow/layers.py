@@ -14,6 +14,7 @@ class IndexedLayer(nn.Module):
     gather: Tensor | None
     scatter: Tensor | None
     fill: Tensor | None
+    weight: Tensor
     spatial_dims: int
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
@@ -30,8 +31,7 @@ class IndexedLayer(nn.Module):
         return torch.index_copy(self.fill.to(y.dtype).view(shape).expand(sizes), axis, self.scatter, y)
 
     def extra_repr(self) -> str:
-        width = "" if self.fill is None else f", placed in {len(self.fill)} channels"
-        return f"{super().extra_repr()}{width}"
+        return f"{super().extra_repr()}, weight={tuple(self.weight.shape)}"
 
 
 class IndexedConv1d(IndexedLayer, nn.Conv1d):

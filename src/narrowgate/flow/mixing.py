@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.analysis import Flow, Mixer, wall_rule
 from narrowgate.flow.movement import arg, shape_of
-from narrowgate.flow.state import Mask, State, Values, labelled
+from narrowgate.flow.state import Mask, State, Values, labelled, rounded
 from narrowgate.flow.trace import layer_of, op_name
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
@@ -139,6 +139,7 @@ def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, wei
     elif groups == len(state.labels):  # depthwise: each input channel has output channels of its own
         flow.tie(np.repeat(state.labels, len(rows) // groups), rows)
     else:
+        flow.tie(state.labels, flow.input_labels_of(weight, len(state.labels)))
         flow.equal_counts.append(state.labels.reshape(groups, -1))
         flow.equal_counts.append(rows.reshape(groups, -1))
 
@@ -182,7 +183,7 @@ def _outputs(
     result: Values = values.reshape(-1)
     if bias_name is not None:
         result = result + flow.tensors[bias_name].detach().double().cpu().numpy()
-    return np.where(depends.reshape(-1), np.nan, result)
+    return np.where(depends.reshape(-1), np.nan, rounded(result, flow.tensors[weight_name].dtype))
 
 
 def _backward(flow: Flow, mixer: Mixer, read: Node, nonzero: Mask) -> Callable[[Mask], None]:

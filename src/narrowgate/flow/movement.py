@@ -82,6 +82,8 @@ def reshape(flow: Flow, node: Node) -> None:
         return
     axis, sources = follow(state.shape, state.axis, shape_of(node))
     put_moved(flow, node, axis, sources)
+    if sources is not None and sources.shape[1] > 1:
+        flow.splits.append((node, flow.state(node)))
 
 
 def follow(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> tuple[int | None, Sources | None]:

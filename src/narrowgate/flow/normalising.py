@@ -37,11 +37,11 @@ def batch_norm(flow: Flow, node: Node) -> None:
         scale = np.where(scale == 0, 1.0, scale)  # a zero-initialised scale is about to learn
     trains = bool(arg(node, 5, "training")) or flow.closed is not None
     values = state.along(1)
+    dtype = node.meta["val"].dtype
     if trains or mean is None or variance is None:
-        values = np.where(np.isnan(values), np.nan, 0.0)  # a constant channel minus its own mean
+        values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
     else:
-        values = (values - mean) / np.sqrt(variance + float(arg(node, 7, "eps")))
-    values = _affine(values, scale, shift)
+        values = _standardise(values, (mean, variance, scale, shift), float(arg(node, 7, "eps")), dtype)
     _put_per_channel(flow, node, read, labelled(shape_of(node), 1, labels, values))
 
 
@@ -58,7 +58,8 @@ def batch_norm_functional(flow: Flow, node: Node) -> None:
             flow.tie(state.labels, flow.labels_of(name, 0))
     scale, shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names)
     assert mean is not None and variance is not None
-    values = _affine((state.values - mean) / np.sqrt(variance + float(arg(node, 6, "eps"))), scale, shift)
+    dtype = node.meta["val"][0].dtype
+    values = _standardise(state.values, (mean, variance, scale, shift), float(arg(node, 6, "eps")), dtype)
     parts = [tuple(int(s) for s in v.shape) for v in node.meta["val"]]
     result = labelled(parts[0], 1, state.labels, values)
 
@@ -182,6 +183,7 @@ def reduction(flow: Flow, node: Node) -> None:
     state = flow.state(read)
     rank = len(state.shape)
     dims = arg(node, 2 if "norm" in op_name(node) else 1, "dim")
+    dims = None if isinstance(dims, bool) else dims  # var(x, unbiased)
     dims = list(range(rank)) if not dims and dims != 0 else [dims] if isinstance(dims, int) else list(dims)
     dims = [int(d) % rank for d in dims] if rank else []
     name = op_name(node)
@@ -256,6 +258,17 @@ def _vector(flow: Flow, name: str | None, size: int) -> Values | None:
     vector = flow.tensors[name].detach().to(torch.float64).cpu().numpy()
     assert vector.shape == (size,), (name, vector.shape, size)
     return vector
+
+
+def _standardise(values: Values, vectors: tuple[Values | None, ...], eps: float, dtype: torch.dtype) -> Values:
+    """BatchNorm of constants, by PyTorch's own kernel in the model's precision; a scale of 0 leaves the shift."""
+    mean, variance, scale, shift = (None if v is None else torch.from_numpy(v).to(dtype) for v in vectors)
+    x = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)[None]
+    result = torch.nn.functional.batch_norm(x, mean, variance, scale, shift, eps=eps)[0].double().numpy()
+    result = np.where(np.isnan(values), np.nan, result)
+    if vectors[2] is None:
+        return result
+    return np.where(vectors[2] == 0, 0.0 if vectors[3] is None else vectors[3], result)
 
 
 def _affine(values: Values, scale: Values | None, shift: Values | None) -> Values:

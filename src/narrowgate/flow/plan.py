@@ -126,9 +126,13 @@ def plan(
     pin_training_only(flow, plain, example_inputs)
     while True:
         decision = decide(flow, round_to)
-        made = build(flow, decision, plain, "aligned")
-        if not pin_what_breaks(flow, decision, made, plain, example_inputs):
-            return made if layout == "aligned" else build(flow, decision, plain, layout)
+        made = build(flow, decision, plain, layout)
+        aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned")
+        again = pin_what_breaks(flow, decision, aligned, plain, example_inputs)
+        if layout != "aligned" and not again:
+            again = pin_what_breaks(flow, decision, made, plain, example_inputs)
+        if not again:
+            return made
 
 
 def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan:

@@ -116,7 +116,7 @@ def _run(node: Node, known: dict[Node, Values]) -> Values:
     def as_tensor(source: Node) -> Any:
         tensor = torch.from_numpy(np.ascontiguousarray(known[source]))
         val = source.meta.get("val")
-        return tensor.to(val.dtype) if isinstance(val, Tensor) and not val.is_floating_point() else tensor
+        return tensor.to(val.dtype) if isinstance(val, Tensor) else tensor
 
     args: Any = map_arg(node.args, as_tensor)
     kwargs: Any = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)

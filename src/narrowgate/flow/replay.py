@@ -7,32 +7,28 @@ operations with the same numbers, and every layer's output must have the predict
 
 from __future__ import annotations
 
-import copy
 import itertools
-import warnings
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgate.flow.analysis import Flow, Mixer, Wall
+from narrowgate.flow.analysis import Flow, Wall
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
 from narrowgate.flow.movement import RULES as MOVEMENTS
-from narrowgate.flow.pointwise import POINTWISE
+from narrowgate.flow.movement import reshape
 from narrowgate.flow.resize import resize_
+from narrowgate.flow.skeleton import RESHAPES, Event, run, skeleton
 from narrowgate.flow.state import State
-from narrowgate.flow.trace import ExampleInputs, call_arguments, op_name
+from narrowgate.flow.trace import ExampleInputs, op_name
 
 
-class AlignedPlan(Protocol):
+class Planned(Protocol):
     """The part of a plan that the replay looks at."""
 
+    @property
+    def layout(self) -> str: ...
     @property
     def cuts(self) -> dict[str, Cut]: ...
     @property
@@ -46,15 +42,33 @@ class ReplayError(RuntimeError):
 
 
 def pin_what_breaks(
-    flow: Flow, decision: Decision, plan: AlignedPlan, model: nn.Module, example_inputs: ExampleInputs
+    flow: Flow, decision: Decision, plan: Planned, model: nn.Module, example_inputs: ExampleInputs
 ) -> bool:
     """Run the planned architecture on shapes; pin what does not fit and return True if the plan must be made again."""
     if not plan.cuts:
         return False
-    trouble = _first_trouble(flow, decision, plan, model, example_inputs)
-    if trouble is None:
-        return False
-    node, message = trouble
+    for training in (False, True):
+        trouble = _first_trouble(flow, decision, plan, model, example_inputs, training)
+        if trouble is None:
+            continue
+        if plan.layout == "scatter":  # it runs with the same streams and whole layers: leave the layers whole
+            return _keep_whole(flow, plan, trouble[0])
+        return _pin(flow, decision, type(model).__name__, *trouble)
+    return False
+
+
+def _keep_whole(flow: Flow, plan: Planned, node: Node | None) -> bool:
+    """Give up narrowing layers to their own channels, first around the trouble, then everywhere."""
+    narrowed = {edit.layer for edit in plan.edits.values() if edit.gather is not None or edit.scatter is not None}
+    before = [m.layer for m in flow.mixers if node is None or _order(flow, m.node) <= _order(flow, node)]
+    block = before[-1].rpartition(".")[0] if before else ""
+    near = {layer for layer in narrowed if layer.rpartition(".")[0] == block}
+    flow.whole |= near or narrowed
+    return bool(narrowed)
+
+
+def _pin(flow: Flow, decision: Decision, kind: str, node: Node | None, message: str) -> bool:
+    """Hold what caused the trouble in place: the last hard-coded sizes before it, else everything around it."""
     suspects = [s for s in _suspects(flow, decision) if node is None or _order(flow, s) < _order(flow, node)]
     if suspects:
         # Blocks of one class repeat the same line: hold all of them at once.
@@ -64,7 +78,7 @@ def pin_what_breaks(
         return True
     if _pin_neighbourhood(flow, decision, node):
         return True
-    raise ReplayError(f"the smaller {type(model).__name__} would not run: {message}")
+    raise ReplayError(f"the smaller {kind} would not run: {message}")
 
 
 def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> bool:
@@ -83,101 +97,64 @@ def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> boo
 
 
 def _first_trouble(
-    flow: Flow, decision: Decision, plan: AlignedPlan, model: nn.Module, example_inputs: ExampleInputs
+    flow: Flow, decision: Decision, plan: Planned, model: nn.Module, example_inputs: ExampleInputs, training: bool
 ) -> tuple[Node | None, str] | None:
     """The first layer around which the small model does something else than the large one; None if all is well."""
-    large = _run(flow, _skeleton(model, {}), example_inputs)
-    skeleton = _skeleton(model, plan.cuts)
-    resize_(skeleton, plan.edits, plan.widths)
-    small = _run(flow, skeleton, example_inputs)
+    large, device = _reference(flow, model, example_inputs, training)
+    if large[-1].what[0] != "output":  # the large one does not run either, for example one sample in a BatchNorm
+        return None
+    cut = skeleton(model, plan.cuts, device)
+    resize_(cut, plan.edits, plan.widths)
+    small = run(cut.train(training), flow.mixers, example_inputs, device)
     last: Node | None = None
     for wanted, got in itertools.zip_longest(large, small):
         if wanted is None or got is None or wanted.what != got.what:
             return _next_mixer(flow, last), str(got or "it stops early")
         if wanted.mixer is not None:
             last = wanted.mixer.node
-            shape = list(wanted.mixer.output.shape)
-            shape[wanted.mixer.output.axis or 0] = len(decision.positions(wanted.mixer.output.labels))
-            if got.shape != tuple(shape):
-                return last, f"{wanted.mixer.layer} gives {got.shape}, not {tuple(shape)}"
+            shape = _predicted(decision, wanted.mixer.output)
+            if got.shape != shape:
+                return last, f"{wanted.mixer.layer} gives {got.shape}, not {shape}"
+    return None if training else _wrong_split(flow, decision, large, small)
+
+
+def _wrong_split(
+    flow: Flow, decision: Decision, large: list[Event], small: list[Event]
+) -> tuple[Node | None, str] | None:
+    """A view that takes the channel axis apart may let another part shrink than predicted, and permute channels."""
+    for shape in {state.shape for _, state in flow.splits if not decision.kept[state.labels].all()}:
+        nodes = [node for node in flow.graph.nodes if _is_reshape_to(flow, node, shape)]
+        wanted = [_predicted(decision, flow.state(node)) for node in nodes]
+        got = [b.shape for a, b in zip(large, small, strict=True) if a.what[0] in RESHAPES and a.shape == shape]
+        if wanted != got:
+            for node, state in flow.splits:
+                if state.shape == shape:
+                    flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], "it splits channels")
+            return None, f"a view to {shape} became {got}, not {wanted}"
     return None
 
 
-@dataclass(frozen=True)
-class _Event:
-    """One operation with the numbers it was given, one layer's output, or how the run ended."""
-
-    what: tuple[object, ...]
-    mixer: Mixer | None = None
-    shape: tuple[int, ...] = ()
+def _is_reshape_to(flow: Flow, node: Node, shape: tuple[int, ...]) -> bool:
+    state = flow.states.get(node)
+    return isinstance(state, State) and state.shape == shape and MOVEMENTS.get(op_name(node)) is reshape
 
 
-def _run(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> list[_Event]:
-    """What a model without numbers does, operation by operation."""
-    log = _Log()
-    waiting: dict[str, list[Mixer]] = {}
-    for mixer in flow.mixers:
-        waiting.setdefault(mixer.layer, []).append(mixer)
-
-    def after(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            mixers = waiting[name]
-            mixer = mixers.pop(0) if len(mixers) > 1 else mixers[0]
-            if isinstance(output, Tensor):
-                log.events.append(_Event(("layer", name), mixer, tuple(output.shape)))
-
-        return hook
-
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name in waiting and not any(module.children()):
-            module.register_forward_hook(after(name))
-    model.eval()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings(), log:
-        warnings.simplefilter("ignore")
-        args, kwargs = pytree.tree_map(_empty_like, call_arguments(example_inputs))
-        try:
-            output = model(*args, **kwargs)
-        except Exception as error:
-            log.events.append(_Event((f"{type(error).__name__}: {error}",)))
-        else:
-            shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            log.events.append(_Event(("output", *shapes)))
-    return log.events
+def _predicted(decision: Decision, state: State) -> tuple[int, ...]:
+    shape = list(state.shape)
+    if state.axis is not None:
+        shape[state.axis] = len(decision.positions(state.labels))
+    return tuple(shape)
 
 
-class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operation and its numbers, for code like ``x / x.shape[1]`` that makes numbers of widths."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[_Event] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        numbers = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, float)]
-        if name.rstrip("_") in POINTWISE:
-            numbers += [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-        self.events.append(_Event((name, *numbers)))
-        return func(*args, **(kwargs or {}))
-
-
-def _skeleton(model: nn.Module, cuts: dict[str, Cut]) -> nn.Module:
-    """A copy of the model's structure whose tensors have the planned shapes but no numbers."""
-    memo: dict[int, Any] = {}
-    with FakeTensorMode():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            memo.setdefault(id(parameter), nn.Parameter(_empty(parameter, cuts.get(name)), requires_grad=False))
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            memo.setdefault(id(buffer), _empty(buffer, cuts.get(name)))
-    return copy.deepcopy(model, memo)
-
-
-def _empty(tensor: Tensor, how: Cut | None) -> Tensor:
-    return torch.empty(tensor.shape if how is None else how.new_shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _empty_like(leaf: Any) -> Any:
-    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
+def _reference(flow: Flow, model: nn.Module, example_inputs: ExampleInputs, training: bool) -> tuple[list[Event], str]:
+    """What the large model does, run once; on the meta device if it can, else on fake tensors, which are slower."""
+    if training not in flow.replayed:
+        for device in ("meta", "fake"):
+            events = run(skeleton(model, {}, device).train(training), flow.mixers, example_inputs, device)
+            if events[-1].what[0] == "output":
+                break
+        flow.replayed[training] = (events, device)
+    return flow.replayed[training]
 
 
 def _next_mixer(flow: Flow, at: Node | None) -> Node | None:

@@ -34,3 +34,9 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
             module.embedding_dim = module.weight.shape[1]
         elif isinstance(module, nn.PReLU):
             module.num_parameters = len(module.weight)
+    for edit in edits.values():  # what a forward reads off a layer is what the rest of the model sees
+        if edit.gather is not None or edit.scatter is not None:
+            layer = model.get_submodule(edit.layer)
+            suffix = "features" if isinstance(layer, nn.Linear) else "channels"
+            setattr(layer, f"in_{suffix}", edit.reads)
+            setattr(layer, f"out_{suffix}", getattr(layer, f"out_{suffix}") if edit.fill is None else len(edit.fill))

@@ -18,7 +18,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     """The layer's edit with index maps, its weight and bias cut to the channels it alone needs; unchanged if none."""
     owner = flow.modules.get(mixer.layer)
     alone = type(owner) in SWAPS and isinstance(owner, nn.Module) and owner.weight is flow.tensors[mixer.weight]
-    if mixer.shared or mixer.groups != 1 or not alone:
+    if mixer.shared or mixer.groups != 1 or not alone or mixer.layer in flow.whole:
         return edit
     stream_in, stream_out = decision.positions(mixer.inputs.labels), decision.positions(mixer.output.labels)
     own_in, edit = _own_inputs(flow, mixer, edit, stream_in)
@@ -37,7 +37,9 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     fill = [edit.rows.get(int(row), 0.0) for row in stream_out] if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist())}
     new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
-    return dataclasses.replace(edit, gather=gather, scatter=scatter, fill=fill, rows=rows, new_bias=new_bias)
+    return dataclasses.replace(
+        edit, gather=gather, scatter=scatter, fill=fill, reads=len(stream_in), rows=rows, new_bias=new_bias
+    )
 
 
 def _own_inputs(flow: Flow, mixer: Mixer, edit: Edit, stream: Labels) -> tuple[Labels, Edit]:

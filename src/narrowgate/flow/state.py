@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Labels = NDArray[np.int64]
@@ -39,6 +40,13 @@ class State:
             return self.values
         size = self.shape[axis]
         return np.full(size, self.values[0] if self.axis is None else np.nan)
+
+
+def rounded(values: Values, dtype: torch.dtype) -> Values:
+    """Numbers as a tensor of this dtype would hold them: a threshold may fall between the two."""
+    if dtype == torch.float64:
+        return values
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).double().numpy()
 
 
 def unlabelled(shape: tuple[int, ...], value: float = float("nan")) -> State:

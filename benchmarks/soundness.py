@@ -1,0 +1,267 @@
+"""Does every compacted model compute what the original did? All of torchvision's classifiers and varied timm models.
+
+    python benchmarks/soundness.py                    # all models, about an hour on one core; then the table
+    python benchmarks/soundness.py --resume           # only models without a result yet
+    python benchmarks/soundness.py --only resnet50    # names that contain this; other results stay as they are
+    python benchmarks/soundness.py --table            # write soundness.md again from soundness.json
+
+Needs the package installed, torchvision and timm. Writes ``benchmarks/soundness.json`` after every model and
+``benchmarks/soundness.md`` at the end.
+
+Each model has random weights, random BatchNorm statistics and shifts, and half of the filters of every layer but the
+last set to zero, drawn layer by layer. It is planned and compacted in float64 in both layouts and compared on random
+images in batches of 2 and 3. The error is the largest difference over the spread of the outputs across inputs; noise
+is what one unit in the last place of every input does, on the same scale. A model passes if plan, compact and forward
+work and the error is at most 1e-9, or 100 times the noise, in both layouts at both batch sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from _record import ROOT, about, write_json
+from _soundness_table import write_table
+from _zeroed import calibrate_, parameters, randomise_, zero_half_
+from _zoo import Entry, entries, load
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import narrowgate as ng
+
+RESULTS = ROOT / "benchmarks" / "soundness.json"
+LAYOUTS = ("aligned", "scatter")
+BATCHES = (2, 3)
+TOLERANCE = 1e-9
+NOISE_FACTOR = 100.0
+
+
+class Wrong(Exception):
+    """The outputs are not comparable: other shapes, not finite, or the same for every input."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="run models whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="keep results that are there")
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--skip-larger-than", type=float, default=250.0, help="million parameters")
+    parser.add_argument("--seconds", type=float, default=420.0, help="time limit for one model")
+    parser.add_argument("--gigabytes", type=float, default=16.0, help="memory limit for one model")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no model after this many seconds")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    record = read(options.out)
+    if not options.table:
+        if not (options.resume or options.only):
+            record["models"] = {}
+        run_all(options, record)
+    write_table(record, options.out.with_suffix(".md"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record so far, or an empty one."""
+    return json.loads(path.read_text()) if path.exists() else {"models": {}}
+
+
+def run_all(options: argparse.Namespace, record: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    import timm
+    import torchvision  # noqa: F401
+
+    wanted = [entry for entry in entries() if options.only in entry.key]
+    start = time.monotonic()
+    for i, entry in enumerate(wanted):
+        old = record["models"].get(entry.key)
+        if options.resume and old is not None and not old["verdict"].startswith("not run"):
+            continue
+        if time.monotonic() - start > options.budget:
+            result = old or {"verdict": "not run: time"}
+        else:
+            result = run_one(entry, options)
+        record["models"][entry.key] = result
+        record |= {"about": {**about(), "timm": timm.__version__}, "settings": settings()}
+        write_json(options.out, record)
+        seconds = result.get("seconds", 0.0)
+        print(f"{i + 1:>4}/{len(wanted)}  {entry.key:<55} {seconds:6.1f} s  {result['verdict']}", flush=True)
+
+
+def settings() -> dict[str, Any]:
+    return {
+        "dtype": "float64",
+        "zeroed": "half of the filters of every layer but the last",
+        "batches": list(BATCHES),
+        "tolerance": TOLERANCE,
+        "noise_factor": NOISE_FACTOR,
+    }
+
+
+def run_one(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model in a process of its own, with limits on time and memory."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=measure_in_child, args=(entry, options.skip_larger_than, theirs))
+    start = time.monotonic()
+    child.start()
+    theirs.close()
+    result, peak = None, 0.0
+    while result is None:
+        if ours.poll(0.2):
+            try:
+                result = ours.recv()
+            except EOFError:
+                result = {"verdict": "FAILED: the process died"}
+        peak = max(peak, gigabytes_of(child.pid))
+        if result is None and time.monotonic() - start > options.seconds:
+            result = {"verdict": f"FAILED: more than {options.seconds:.0f} s"}
+        if result is None and peak > options.gigabytes:
+            result = {"verdict": f"not run: more than {options.gigabytes:.0f} GB of memory"}
+    child.kill()
+    child.join()
+    return {"source": entry.source, **result, "seconds": round(time.monotonic() - start, 1), "peak_gb": round(peak, 1)}
+
+
+def gigabytes_of(process: int | None) -> float:
+    """The memory a process has in use, where the system says."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0.0
+    kilobytes = [line.split()[1] for line in text.splitlines() if line.startswith("VmRSS")]
+    return int(kilobytes[0]) / 2**20 if kilobytes else 0.0
+
+
+def measure_in_child(entry: Entry, largest: float, answer: Connection) -> None:
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nowhere:  # torch.export prints whole graphs where it gives up
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        result = measure(entry, largest)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {first_line(error)}"
+        result = {
+            "verdict": f"FAILED: {message}",
+            "where": f"{Path(where.filename).name}:{where.lineno} {where.name}",
+        }
+    answer.send(result)
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+@torch.no_grad()
+def measure(entry: Entry, largest: float) -> dict[str, Any]:
+    """Everything the table says about one model."""
+    torch.manual_seed(zlib.crc32(entry.key.encode()))
+    loaded = load(entry)
+    model = loaded.model.eval()
+    before = parameters(model)
+    result: dict[str, Any] = {"input": list(loaded.shape), "parameters": before}
+    if before > largest * 1e6:
+        return {**result, "verdict": f"not run: size ({before / 1e6:.0f} M parameters)"}
+    model.double()
+    randomise_(model)
+    zero_half_(model)
+    batches = [loaded.inputs(batch) for batch in BATCHES]
+    if entry.may_not_trace:  # running one that does not would only take time
+        try:
+            ng.plan(model, batches[0])
+        except ng.TraceError as error:
+            return {**result, "verdict": f"not traced: {first_line(error)}"}
+    calibrate_(model, lambda: call(model, loaded.inputs(4)))
+    expected = [call(model, inputs) for inputs in batches]
+    result |= spreads(expected)
+    noises = [distance(want, call(model, nudged(inputs))) for want, inputs in zip(expected, batches, strict=True)]
+    result["noise"] = max(noises)
+    for layout in LAYOUTS:
+        try:
+            result[layout] = one_layout(model, batches, expected, layout)
+        except ng.TraceError as error:
+            return {**result, "verdict": f"not traced: {first_line(error)}"}
+    allowed = max(TOLERANCE, NOISE_FACTOR * result["noise"])
+    worst = max(result[layout]["error"] for layout in LAYOUTS)
+    return {**result, "error": worst, "verdict": "same" if worst <= allowed else "FAILED: outputs differ"}
+
+
+def one_layout(model: nn.Module, batches: list[Any], expected: list[Any], layout: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    plan = ng.plan(model, batches[0], layout=layout)
+    planned = time.perf_counter()
+    small = ng.compact(model, plan)
+    compacted = time.perf_counter()
+    if parameters(small) != plan.parameters_after:
+        raise Wrong(f"the plan says {plan.parameters_after} parameters, the model has {parameters(small)}")
+    errors = [distance(want, call(small.eval(), inputs)) for want, inputs in zip(expected, batches, strict=True)]
+    return {
+        "parameters": plan.parameters_after,
+        "plan_s": round(planned - start, 3),
+        "compact_s": round(compacted - planned, 3),
+        "walls": len(plan.walls),
+        "wall_ops": sorted({wall.op for wall in plan.walls}),
+        "error": max(errors),
+        "errors": errors,
+    }
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def nudged(inputs: Any) -> Any:
+    """Every number one unit in the last place up."""
+    return pytree.tree_map(lambda x: torch.nextafter(x, torch.full_like(x, torch.inf)), inputs)
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def spread(output: Tensor) -> float:
+    """How far apart outputs are from one input to another."""
+    return (output - output.mean(0, keepdim=True)).abs().max().item() if output.dim() else 0.0
+
+
+def spreads(expected: list[Any]) -> dict[str, float]:
+    """Spread and size of the output that differs least; raises where nothing could be seen."""
+    found = [(spread(t), t.abs().max().item()) for out in expected for t in tensors(out) if t.is_floating_point()]
+    if not all(torch.tensor(pair).isfinite().all() for pair in found):
+        raise Wrong("the original model's outputs are not finite")
+    least = min(found, key=lambda pair: pair[0] / (pair[1] or 1.0))
+    if least[0] <= 1e-6 * least[1]:
+        raise Wrong(f"outputs hardly depend on inputs: spread {least[0]:.1e}, size {least[1]:.1e}")
+    return {"spread": least[0], "size": least[1]}
+
+
+def distance(expected: Any, actual: Any) -> float:
+    """The largest difference between two outputs, each tensor relative to its spread across inputs."""
+    wanted, got = tensors(expected), tensors(actual)
+    if [t.shape for t in wanted] != [t.shape for t in got]:
+        raise Wrong(f"shapes {[tuple(t.shape) for t in wanted]} became {[tuple(t.shape) for t in got]}")
+    worst = 0.0
+    for want, have in zip(wanted, got, strict=True):
+        if not want.is_floating_point():
+            if not torch.equal(want, have):
+                raise Wrong("whole numbers in the output differ")
+        else:
+            error = (want - have).abs().max().item() / spread(want)
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""compact_: narrow a model while it trains, gates and optimizer state included."""
+
+import copy
+
+import pytest
+import torch
+from flow_helpers import Net, assert_same_function, assert_untouched, close_, count, image, kept, settle_
+from helpers import spread_gates_
+from torch import nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+from narrowgate import PlanError
+
+
+class Residual(nn.Module):
+    def __init__(self, norm=True):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, bias=not norm)
+        self.bn = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.conv1 = nn.Conv2d(8, 8, 3, padding=1, bias=not norm)
+        self.bn1 = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.stem(x)))
+        x = x + self.conv2(F.relu(self.bn1(self.conv1(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def gated(norm=True, **options):
+    model = settle_(Residual(norm), image())
+    gates = ng.attach_gates_(model, **options)
+    spread_gates_(gates, closed=0.0)
+    return model, gates
+
+
+@torch.no_grad()
+def close_gates_(model):
+    """Every gated layer loses its first three channels."""
+    for gate in ng.gates_of(model).modules():
+        gate.g[:3] = 0
+
+
+def steps(model, optimizer, batches):
+    model.train()
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def batches(n):
+    return [(image(batch=6), torch.randint(0, 4, (6,))) for _ in range(n)]
+
+
+def weights(model):
+    return [p for name, p in model.named_parameters() if not name.endswith(".g")]
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{"norm": False}, {"placement": "after-norm"}], ids=str)
+def test_training_goes_on_as_if_nothing_had_been_cut(options, optimizer):
+    """Where dead channels are zero, the narrowed run is the same run."""
+    large, _ = gated(**options)
+    first = OPTIMIZERS[optimizer](weights(large))
+    steps(large, first, batches(2))
+    close_gates_(large)
+    small, second = copy.deepcopy((large, first))
+    ng.compact_(small, ng.plan(small, image(), training=True), optimizer=second)
+    assert count(small) < count(large)
+    assert_same_function(large, small, image())
+    data = batches(3)
+    steps(large, first, data)
+    steps(small, second, data)
+    assert_same_function(large, small, image())
+
+
+def test_parameters_keep_their_identity_and_state_its_shape():
+    model, _ = gated()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    steps(model, optimizer, batches(1))
+    close_gates_(model)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    assert ng.compact_(model, ng.plan(model, image(), training=True), optimizer=optimizer) is model
+    after = dict(model.named_parameters())
+    assert all(id(after[name]) == number for name, number in before.items())
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert listed == {id(p) for p in model.parameters()}
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
+    steps(model, optimizer, batches(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "after-norm"}, {"norm": False}], ids=str)
+def test_gates_stay_on_the_channels_that_live(options):
+    model, gates = gated(**options)
+    before = {name: value.clone() for name, value in gates.values().items()}
+    close_gates_(model)
+    for bn in (model.bn, model.bn1):
+        if isinstance(bn, nn.BatchNorm2d):  # where a run ends up: the mean of a dead channel is the zero it reads
+            bn.running_mean[:3] = 0
+    reference = copy.deepcopy(model).eval()
+    ng.compact_(model, ng.plan(model, image(), training=True))
+    after = ng.gates_of(model).values()
+    assert after.keys() == before.keys()
+    assert any(len(after[name]) < len(before[name]) for name in before)
+    assert_same_function(reference, model.eval(), image())
+
+
+def test_it_equals_compact():
+    model, _ = gated()
+    close_gates_(model)
+    plan = ng.plan(model.eval(), image(), training=True)
+    small = ng.compact(model, plan)
+    ng.compact_(model, plan)
+    assert_same_function(small, model, image())
+
+
+def test_in_place_without_gates():
+    model = settle_(Residual(), image())
+    close_(model.conv1, [0, 1])
+    reference = copy.deepcopy(model)
+    plan = ng.plan(model, image())
+    ng.compact_(model, plan)
+    assert count(model) == plan.parameters_after < count(reference)
+    assert_same_function(reference, model, image())
+
+
+def test_a_zero_filter_without_a_closed_gate_goes_on_learning():
+    model, gates = gated()
+    close_(model.conv1, [5, 6])
+    with torch.no_grad():
+        gates["conv1"].g[:3] = 0
+    learning, final = (kept(ng.plan(model, image(), training=how), "conv1.weight") for how in (True, False))
+    assert {3, 4, 5, 6, 7} <= set(learning) and len(learning) < 8
+    assert len(final) < len(learning)
+
+
+def test_again_and_again():
+    model, _ = gated(norm=False)
+    optimizer = torch.optim.SGD(weights(model), 0.05, momentum=0.9)
+    widths = []
+    for _ in range(2):
+        steps(model, optimizer, batches(1))
+        close_gates_(model)
+        reference = copy.deepcopy(model)
+        ng.compact_(model, ng.plan(model, image(), training=True), optimizer=optimizer)
+        assert_same_function(reference, model, image())
+        widths.append(model.conv1.out_channels)
+    assert widths == [5, 2]
+
+
+def test_a_new_bias_is_trained_too():
+    """A constant in front of a layer without bias becomes one, and the optimizer learns of it."""
+    model = Net(
+        lambda net, x: net.last(torch.sigmoid(net.first(x))),
+        **{"first": nn.Linear(3, 6), "last": nn.Linear(6, 2, bias=False)},
+    ).double()
+    close_(model.first, [0, 1], 0.5)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    ng.compact_(model, ng.plan(model, x), optimizer=optimizer)
+    assert_same_function(reference, model, x)
+    assert any(p is model.last.bias for group in optimizer.param_groups for p in group["params"])
+
+
+def test_refusals_touch_nothing():
+    model = settle_(Residual(), image())
+    close_(model.conv1, [0, 1])
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="aligned"):
+        ng.compact_(model, ng.plan(model, image(), layout="scatter"))
+    assert_untouched(model, before)
+    plan = ng.plan(model, image())
+    other = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(PlanError):
+        ng.compact_(other, plan)
+    ng.compact_(model, plan)
+    with pytest.raises(PlanError, match="already"):
+        ng.compact_(model, plan)

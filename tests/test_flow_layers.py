@@ -1,0 +1,235 @@
+"""Norms, activations, pooling, padding and resizing between two convolutions: exact, and narrower where that can be."""
+
+import pytest
+import torch
+from flow_helpers import Net, close_, image, kept, settle_, shrink, shrink_all
+from torch import nn
+from torch.nn import functional as F
+
+# Channels of conv1: 1 and 2 are zero, 3 and 4 constant, 0 and 5 alive.
+ALIVE = [0, 5]
+
+
+def between(middle, conv2=None, width=6, **parts):
+    """conv1 -> middle -> conv2 for 3 x 8 x 8, where ``middle`` is a module or a function of the net and a tensor."""
+    if isinstance(middle, nn.Module):
+        parts["middle"] = middle
+
+    def body(net, x):
+        x = net.conv1(x)
+        return net.conv2(net.middle(x) if isinstance(middle, nn.Module) else middle(net, x))
+
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3, padding=1), conv2=conv2 or nn.Conv2d(width, 4, 1), **parts)
+    settle_(model, image())
+    close_(model.conv1, [1, 2])
+    close_(model.conv1, [3], 0.8)
+    close_(model.conv1, [4], -0.6)
+    return model
+
+
+ACTIVATIONS = [
+    *(nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.LeakyReLU(0.1), nn.ELU(), nn.SELU(inplace=True), nn.CELU(0.5)),
+    *(nn.GELU(), nn.GELU("tanh"), nn.SiLU(inplace=True), nn.Mish(), nn.Hardswish(), nn.Hardsigmoid(), nn.Hardtanh()),
+    *(nn.Sigmoid(), nn.Tanh(), nn.Softplus(), nn.Softsign(), nn.LogSigmoid(), nn.Tanhshrink(), nn.Hardshrink(0.1)),
+    *(nn.Softshrink(0.1), nn.Threshold(0.1, 0.4), nn.PReLU(), nn.PReLU(6), nn.Identity()),
+    *(nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activation_folds_its_constant(activation):
+    plan, _ = shrink(between(activation, nn.Conv2d(6, 4, 3)), image())
+    assert kept(plan, "conv1.weight") == ALIVE
+    assert not plan.walls
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Sigmoid(), nn.PReLU(6)], ids=str)
+def test_activation_before_a_zero_border(activation):
+    plan, _ = shrink_all(between(activation, nn.Conv2d(6, 4, 3, padding=1)), image(), also=[image(size=11)])
+    assert len(kept(plan, "conv1.weight")) == 3
+
+
+POINTWISE = {
+    "add": lambda net, x: x + 1.5,
+    "rsub": lambda net, x: 1.0 - x,
+    "mul": lambda net, x: 0.3 * x,
+    "div": lambda net, x: x / 2,
+    "reciprocal": lambda net, x: 1 / (2 + x * x),
+    "power": lambda net, x: x**3,
+    "clamp": lambda net, x: x.clamp(-0.2, 0.5),
+    "where": lambda net, x: torch.where(x > 0.1, x, 0.2),
+    "masked_fill": lambda net, x: x.masked_fill(x > 0.7, 3.0),
+    "comparison": lambda net, x: (x > 0.1).double() + x,
+    "maximum": lambda net, x: torch.maximum(x, 0.5 * x),
+    "exp": lambda net, x: torch.exp(-x.abs()),
+    "sign": lambda net, x: x.sign() * x.abs().sqrt(),
+    "round": lambda net, x: x.round() + x,
+    "lerp": lambda net, x: torch.lerp(x, x * 2, 0.3),
+    "addcmul": lambda net, x: torch.addcmul(x, x, x, value=0.2),
+    "detach": lambda net, x: x + x.detach().clone(),
+    "cast": lambda net, x: x.float().double(),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise(name):
+    plan, _ = shrink_all(between(POINTWISE[name], nn.Conv2d(6, 4, 3, padding=1)), image())
+    assert len(kept(plan, "conv1.weight")) <= 3
+
+
+SPACE = {
+    "max_pool": nn.MaxPool2d(3, 2, padding=1),
+    "max_pool_ceil": nn.MaxPool2d(3, 2, ceil_mode=True),
+    "avg_pool": nn.AvgPool2d(2),
+    "avg_pool_excluding_pad": nn.AvgPool2d(3, 1, padding=1, count_include_pad=False),
+    "adaptive_avg": nn.AdaptiveAvgPool2d(3),
+    "adaptive_avg_one": nn.AdaptiveAvgPool2d(1),
+    "adaptive_max": nn.AdaptiveMaxPool2d((3, 2)),
+    "nearest": nn.Upsample(scale_factor=2),
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bilinear_corners": nn.Upsample(size=(13, 9), mode="bilinear", align_corners=True),
+    "bicubic": nn.Upsample(scale_factor=1.5, mode="bicubic"),
+    "mean": lambda net, x: x.mean((2, 3), keepdim=True),
+    "mean_one_axis": lambda net, x: x.mean(-1, keepdim=True),
+    "amax": lambda net, x: x.amax((2, 3), keepdim=True),
+    "reflect": lambda net, x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
+    "replicate": lambda net, x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "circular": lambda net, x: F.pad(x, (1, 1, 1, 1), mode="circular"),
+    "no_pad": lambda net, x: F.pad(x, (0, 0, 0, 0)),
+    "flip_space": lambda net, x: x.flip(-1),
+    "roll_space": lambda net, x: x.roll(1, 2),
+    "slice_space": lambda net, x: x[:, :, ::2, 1:-1],
+}
+
+
+@pytest.mark.parametrize("name", SPACE)
+def test_constants_pass_where_no_border_comes_in(name):
+    plan, _ = shrink_all(between(SPACE[name], nn.Conv2d(6, 4, 1)), image(), also=[image(size=12)])
+    assert kept(plan, "conv1.weight") == ALIVE
+    assert not plan.walls
+
+
+BORDERS = {
+    "avg_pool_padded": nn.AvgPool2d(3, 1, padding=1),
+    "avg_pool_ceil": nn.AvgPool2d(3, 2, padding=1, ceil_mode=True),
+    "avg_pool_divisor": nn.AvgPool2d(3, 2, divisor_override=2),
+    "zero_pad": nn.ZeroPad2d(1),
+    "constant_pad": nn.ConstantPad2d(1, 0.8),
+    "pad_one_side": lambda net, x: F.pad(x, (0, 1)),
+    "crop": lambda net, x: F.pad(x, (-1, -1)),
+    "sum": lambda net, x: x.sum((2, 3), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_constants_that_a_border_or_a_size_changes(name):
+    """A constant is no longer one: it stays unless it is zero, but the zeros go."""
+    plan, _ = shrink_all(between(BORDERS[name], nn.Conv2d(6, 4, 1)), image(), also=[image(size=12)])
+    assert set(ALIVE) <= set(kept(plan, "conv1.weight"))
+
+
+def test_constant_pad_of_the_same_value_keeps_the_constant():
+    plan, _ = shrink(between(nn.ConstantPad2d(1, 0.8)), image())
+    assert 3 not in kept(plan, "conv1.weight") and 4 in kept(plan, "conv1.weight")
+
+
+VARYING = {
+    "var": lambda net, x: x.var((2, 3), keepdim=True),
+    "softmax_over_space": lambda net, x: x.flatten(2).softmax(-1).view_as(x),
+    "cumsum_over_space": lambda net, x: x.cumsum(-1),
+    "norm_over_space": lambda net, x: x / (1 + x.norm(dim=(2, 3), keepdim=True)),
+    "logsumexp_over_space": lambda net, x: x.logsumexp((2, 3), keepdim=True),
+    "rrelu": nn.RReLU(),
+}
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_constants_that_count_as_varying(name):
+    shrink_all(between(VARYING[name], nn.Conv2d(6, 4, 1)), image(), removes=None, also=[image(size=12)])
+
+
+NORMS = {
+    "layer_norm": lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1),
+    "layer_norm_over_everything": lambda net, x: F.layer_norm(x, x.shape[1:]),
+    "group_norm": lambda net, x: net.norm(x),
+    "normalize": lambda net, x: F.normalize(x, dim=1),
+    "softmax_over_channels": lambda net, x: x.softmax(1),
+    "local_response": lambda net, x: F.local_response_norm(x, 3),
+    "pad_channels": lambda net, x: F.pad(x, (0, 0, 0, 0, 1, 1))[:, 1:-1],
+    "mean_over_channels": lambda net, x: x - x.mean(1, keepdim=True),
+    "sum_over_everything": lambda net, x: x * x.sum(),
+    "max_over_channels": lambda net, x: x * x.max(1, keepdim=True).values,
+    "cumsum_over_channels": lambda net, x: x.cumsum(1),
+    "channel_shuffle_op": lambda net, x: F.channel_shuffle(x, 2) + x,
+    "roll_channels": lambda net, x: x.roll(1, 1),
+    "index": lambda net, x: x[:, [5, 4, 3, 2, 1, 0]],
+    "index_select": lambda net, x: x.index_select(1, torch.tensor([0, 2, 2, 3, 5, 1])),
+    "gather": lambda net, x: x.gather(1, torch.zeros_like(x, dtype=torch.int64) + 5) + x,
+    "unfold": lambda net, x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2),
+    "glu": lambda net, x: torch.cat([F.glu(x, 1), F.glu(x, 1)], 1),
+    "matmul": lambda net, x: torch.einsum("bchw,cd->bdhw", x, net.matrix),
+    "grid_sample": lambda net, x: F.grid_sample(x, net.grid.expand(len(x), -1, -1, -1), align_corners=False),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_walls_stay_whole_and_exact(name):
+    """Operations across channels: nothing is cut there, and the plan says so."""
+    norm = nn.GroupNorm(2, 6) if name == "group_norm" else nn.LayerNorm(6)
+    grid = torch.rand(1, 5, 5, 2, dtype=torch.float64) * 3 - 1.5
+    model = between(NORMS[name], norm=norm, matrix=nn.Parameter(torch.randn(6, 6)), grid=nn.Buffer(grid))
+    nn.init.normal_(model.norm.weight)
+    nn.init.normal_(model.norm.bias)
+    plan, _ = shrink_all(model, image(), removes=None)
+    assert kept(plan, "conv1.weight") is None
+    assert plan.walls
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
+def test_zero_scales_of_a_norm_across_channels_stop_their_channels(norm):
+    model = between(NORMS[norm], norm=nn.GroupNorm(3, 6) if norm == "group_norm" else nn.LayerNorm(6))
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.tensor([1.0, 0, 2, 0, 3, 4]))
+        model.norm.bias.copy_(torch.tensor([1.0, 0, 2, -1, 0, 4]))
+    shrink_all(model, image(), removes=True, aligned_removes=False)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_instance_norm(affine):
+    plan, _ = shrink_all(between(nn.InstanceNorm2d(6, affine=affine), nn.Conv2d(6, 4, 3)), image())
+    assert kept(plan, "conv1.weight") == ALIVE
+
+
+def test_instance_norm_with_statistics_of_its_own():
+    shrink_all(between(nn.InstanceNorm2d(6, track_running_stats=True)), image(), removes=None)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_batch_norm(options):
+    plan, small = shrink_all(between(nn.BatchNorm2d(6, **options), nn.Conv2d(6, 4, 3)), image())
+    assert kept(plan, "conv1.weight") == ALIVE and small.middle.num_features == 2
+
+
+def test_batch_norm_with_zero_scales():
+    model = between(nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3))
+    with torch.no_grad():
+        model.middle.weight[5] = 0
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "conv1.weight") == [0]
+
+
+def test_batch_norm_on_the_input_and_between_padded_layers():
+    first, second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, padding=1)
+    model = nn.Sequential(nn.BatchNorm2d(3), first, nn.BatchNorm2d(6), second)
+    settle_(model, image())
+    close_(model[1], [0, 1, 2, 3])
+    plan, _ = shrink_all(model, image(), also=[image(size=11)])
+    assert len(kept(plan, "1.weight")) == 3
+
+
+def test_max_pool_with_indices():
+    def middle(net, x):
+        values, where = F.max_pool2d(x, 2, return_indices=True)
+        return F.max_unpool2d(values, where, 2) + x
+
+    shrink_all(between(middle), image(), removes=None)

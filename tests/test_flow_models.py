@@ -1,0 +1,266 @@
+"""Whole models with something unusual: raw parameters, odd signatures, heads of training only, attention, walls."""
+
+import pytest
+import torch
+from flow_helpers import Net, close_, image, kept, prepare_, settle_, shrink, shrink_all
+from torch import nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+
+
+def test_class_token_and_position():
+    def body(net, x):
+        x = net.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([net.token.expand(len(x), -1, -1), x], 1) + net.position
+        x = x + net.b(F.gelu(net.a(x)))
+        return net.head(x[:, 0] + x.mean(1))
+
+    model = Net(
+        body,
+        patch=nn.Conv2d(3, 6, 4, 4),
+        token=nn.Parameter(torch.randn(1, 1, 6)),
+        position=nn.Parameter(torch.randn(1, 5, 6)),
+        a=nn.Linear(6, 9),
+        b=nn.Linear(9, 6),
+        head=nn.Linear(6, 3),
+    )
+    settle_(model, image())
+    close_(model.a, [0, 5], 0.4)
+    close_(model.patch, [0, 1])
+    close_(model.b, [0, 1, 2])
+    with torch.no_grad():
+        model.token[..., [0, 2]] = 0
+        model.position[..., [0, 1]] = 0
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "patch.weight") == kept(plan, "token", 2) == [1, 2, 3, 4, 5]
+    assert len(kept(plan, "a.weight")) == 7
+
+
+def test_functional_layers_with_raw_parameters():
+    def body(net, x):
+        x = F.conv2d(x, net.w1, net.b1, padding=1)
+        x = F.conv2d(torch.sigmoid(x), net.w2)
+        return F.linear(x.mean((2, 3)), net.w3, net.b3)
+
+    shapes = {"w1": (6, 3, 3, 3), "b1": (6,), "w2": (5, 6, 3, 3), "w3": (4, 5), "b3": (4,)}
+    model = Net(body, **{name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}).double()
+    with torch.no_grad():
+        model.w1[[1, 2]] = 0
+        model.b1[1] = 0
+        model.w2[[3, 4]] = 0
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "w2") == [0, 1, 2]
+
+
+def test_buffers_along_a_stream():
+    def body(net, x):
+        return net.last((net.conv(x) - net.mean) / net.std)
+
+    buffers = {"mean": nn.Buffer(torch.randn(1, 6, 1, 1)), "std": nn.Buffer(torch.rand(1, 6, 1, 1) + 0.5)}
+    model = settle_(Net(body, conv=nn.Conv2d(3, 6, 3), last=nn.Conv2d(6, 4, 3, padding=1), **buffers), image())
+    close_(model.conv, [0, 1])
+    plan, small = shrink_all(model, image())
+    assert small.mean.shape == small.std.shape == (1, 5, 1, 1) and len(kept(plan, "conv.weight")) == 5
+
+
+def test_several_inputs_and_nested_outputs():
+    def body(net, x, pair):
+        a, b = net.a(x), net.b(pair["y"])
+        return {"sum": net.last(a + b), "parts": (net.last(a), [net.other(b)])}
+
+    convs = {name: nn.Conv2d(3, 6, 3) for name in "ab"} | {name: nn.Conv2d(6, 4, 3) for name in ("last", "other")}
+    model = settle_(Net(body, **convs), (image(), {"y": image()}))
+    close_(model.a, [0, 1])
+    close_(model.b, [1, 2])
+    plan, _ = shrink_all(model, (image(), {"y": image()}))
+    assert kept(plan, "a.weight") == [0, 2, 3, 4, 5]
+
+
+def test_keyword_inputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+        def forward(self, *, left, right=None):
+            return self.b(F.relu(self.a(left) + self.a(right)))
+
+    inputs = {"left": torch.randn(4, 3).double(), "right": torch.randn(4, 3).double()}
+    model = settle_(Model(), inputs)
+    close_(model.a, [0, 1])
+    plan, _ = shrink_all(model, inputs)
+    assert kept(plan, "a.weight") == [2, 3, 4, 5, 6, 7]
+
+
+def test_an_output_in_the_middle_stays_whole():
+    def body(net, x):
+        x = F.relu(net.a(x))
+        return net.b(x), x
+
+    model = settle_(Net(body, a=nn.Conv2d(3, 6, 3), b=nn.Conv2d(6, 4, 3, padding=1)), image())
+    close_(model.a, [0, 1], 0.6)
+    plan, _ = shrink_all(model, image(), removes=True, aligned_removes=False)
+    assert kept(plan, "a.weight") is None
+
+
+class WithAuxiliaryHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 3)
+        self.aux, self.head = nn.Linear(6, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = F.relu(self.a(x))
+        out = self.head(F.relu(self.b(x)).mean((2, 3)))
+        return (out, self.aux(x.mean((2, 3)))) if self.training else out
+
+
+def test_auxiliary_head_that_runs_in_training_only():
+    model = settle_(WithAuxiliaryHead(), image())
+    close_(model.a, [0, 1])
+    close_(model.b, [2, 3])
+    _, small = shrink_all(model, image())
+    assert small.b.out_channels == 6
+    assert len(small.train()(image())) == 2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "by_hand", "module"])
+def test_attention_is_exact(attention):
+    def body(net, x):
+        x = x + (net.mha(x, x, x)[0] if attention == "module" else net.out(mix(net, x)))
+        return net.head((x + net.down(F.gelu(net.up(x)))).mean(1))
+
+    def mix(net, x):
+        q, k, v = net.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        if attention == "sdpa":
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.transpose(-2, -1) * 4**-0.5).softmax(-1) @ v
+        return y.transpose(1, 2).flatten(2)
+
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    model = Net(
+        body,
+        **{"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)},
+        **{"head": nn.Linear(8, 3), "mha": nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.0)},
+    )
+    prepare_(model, x, keep=["head"])
+    plan, _ = shrink_all(model, x)
+    assert kept(plan, "qkv.weight") is None
+    assert kept(plan, "up.weight") is not None
+
+
+def test_recurrent_layer_is_a_wall_and_stays_connected():
+    def body(net, x):
+        return net.last(net.lstm(net.first(x))[0])
+
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    last = nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 2))
+    model = Net(body, first=nn.Linear(3, 6), lstm=nn.LSTM(6, 7, batch_first=True), last=last)
+    settle_(model, x)
+    close_(model.first, [0])
+    close_(model.last[0], [1, 2])
+    _, small = shrink_all(model, x)
+    before = small(x)
+    with torch.no_grad():
+        for parameter in small.lstm.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(small(x), before)  # its parameters are those that it computes with
+
+
+def test_no_channel_goes_through_a_wall_and_the_wall_is_listed():
+    def body(net, x):
+        return net.b(torch.sort(net.a(x), 1).values)
+
+    model = settle_(Net(body, a=nn.Conv2d(3, 6, 3), b=nn.Conv2d(6, 4, 3)), image())
+    close_(model.a, [0, 1])
+    plan, _ = shrink(model, image(), removes=False)
+    assert [wall.op for wall in plan.walls] == ["sort"]
+    assert "sort" in str(plan)
+
+
+def test_lazy_bias_is_not_added_where_forward_ignores_it():
+    class Quiet(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(x, self.weight)
+
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sigmoid(), Quiet(6, 4, 3, bias=False))
+    settle_(model, image())
+    close_(model[0], [0, 1])
+    shrink_all(model, image(), removes=None)
+
+
+def test_weight_read_from_outside_its_layer():
+    def body(net, x):
+        return F.linear(torch.sigmoid(net.a(x)), net.b.weight), net.b.weight.norm() * x
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = settle_(Net(body, a=nn.Linear(3, 6), b=nn.Linear(6, 4, bias=False)), x)
+    close_(model.a, [0, 1])
+    shrink_all(model, x, removes=None)
+
+
+def test_weight_as_an_output():
+    def body(net, x):
+        return net.b(torch.relu(net.a(x))), net.a.weight, net.b.weight * 1
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = settle_(Net(body, a=nn.Linear(3, 6), b=nn.Linear(6, 4)), x)
+    close_(model.a, [0, 1])
+    with torch.no_grad():
+        model.b.weight[2, 2:] = 0
+    shrink_all(model, x, removes=None)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_computed_weights_are_walls(kind):
+    wrap = getattr(nn.utils.parametrizations, kind)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), wrap(nn.Conv2d(6, 6, 3)), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.Conv2d(5, 4, 1)
+    )
+    model.double().eval()
+    close_(model[0], [0, 1])
+    close_(model[3], [2])
+    plan, _ = shrink_all(model, image())
+    assert plan.walls
+
+
+def test_a_model_inside_a_list_and_a_dictionary():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = nn.ModuleList([nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1)])
+            self.heads = nn.ModuleDict({"one": nn.Conv2d(6, 4, 1)})
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(6, 1, 1))])
+
+        def forward(self, x):
+            for step in self.steps:
+                x = F.relu(step(x)) * self.scales[0]
+            return {name: head(x) for name, head in self.heads.items()}
+
+    model = settle_(Holder(), image())
+    close_(model.steps[0], [0, 1])
+    close_(model.steps[1], [1, 2])
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "steps.0.weight") == [0, 2, 3, 4, 5]
+
+
+def test_counting_buffer():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.b(F.relu(self.a(x)))
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = settle_(Counts(), x)
+    close_(model.a, [0, 1])
+    plan = ng.plan(model, x)
+    small = ng.compact(model, plan)
+    ng.verify(model, small, x)
+    assert kept(plan, "a.weight") == [2, 3, 4, 5]

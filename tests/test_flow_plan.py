@@ -1,0 +1,211 @@
+"""The plan as a value: readable, serialisable, checked before anything is touched; and gated models."""
+
+import copy
+import json
+
+import pytest
+import torch
+from flow_helpers import (
+    Net,
+    Residual,
+    assert_same_function,
+    assert_untouched,
+    close_,
+    count,
+    image,
+    prepare_,
+    settle_,
+    shrink,
+)
+from torch import nn
+
+import narrowgate as ng
+from narrowgate import Plan, PlanError, TraceError
+from narrowgate.flow.plan import CONSTANTS, LAYOUTS
+
+
+def model_with_zeros():
+    return prepare_(Residual(), image(), share=0.5, keep=["head"])
+
+
+# -- reading a plan ----------------------------------------------------------------------------------------------------
+def test_printing_tells_layer_width_and_why():
+    def body(net, x):
+        return net.c(torch.sort(net.b(net.a(x)), 1).values)
+
+    convs = {"a": nn.Conv2d(3, 6, 3), "b": nn.Conv2d(6, 5, 3), "c": nn.Conv2d(5, 2, 1)}
+    model = settle_(Net(body, **convs), image())
+    close_(model.a, [0, 1])
+    close_(model.b, [3])
+    plan = ng.plan(model, image())
+    lines = str(plan).splitlines()
+    assert f"{count(model):,} -> {plan.parameters_after:,} parameters" in lines[0]
+    row = {line.split()[0]: line for line in lines[1:] if line.strip()}
+    assert row["a"].split()[1:4] == ["4", "/", "6"]
+    assert row["b"].split()[1:4] == ["5", "/", "5"] and "sort" in row["b"]
+    assert any("sort" in line and "no rule" in line for line in lines)
+
+
+def test_rows_are_in_the_order_of_the_network():
+    plan = ng.plan(model_with_zeros(), image())
+    assert [row.layer for row in plan.rows] == ["stem", "conv1", "conv2", "head"]
+    assert all(0 < row.used <= row.kept <= row.total for row in plan.rows)
+
+
+def test_a_plan_cannot_be_changed():
+    plan = ng.plan(model_with_zeros(), image())
+    with pytest.raises(AttributeError):
+        plan.layout = "scatter"
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("constants", CONSTANTS)
+def test_json_round_trip(layout, constants):
+    model = model_with_zeros()
+    plan = ng.plan(model, image(), layout=layout, constants=constants)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and str(again) == str(plan)
+    first, second = ng.compact(model, plan), ng.compact(model, again)
+    x = image()
+    assert torch.equal(first(x), second(x))
+
+
+def test_json_of_grouped_and_transposed_layers():
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2)
+    model = nn.Sequential(first, second, nn.ConvTranspose2d(8, 6, 2), nn.Conv2d(6, 2, 1))
+    settle_(model, image())
+    close_(model[0], [0, 1, 4, 5])
+    close_(model[1], [0, 7])
+    close_(model[2], [3], 0.5)
+    plan = ng.plan(model, image())
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and plan.parameters_after < plan.parameters_before
+    assert_same_function(model, ng.compact(model, again), image())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"format": 2}', '{"format": 1, "cuts": 3}'])
+def test_json_that_is_no_plan(text):
+    with pytest.raises(ValueError, match="not a narrowgate plan"):
+        Plan.from_json(text)
+
+
+def test_json_with_a_key_missing():
+    data = json.loads(ng.plan(model_with_zeros(), image()).to_json())
+    del data["edits"]
+    with pytest.raises(ValueError, match="not a narrowgate plan"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_saved_plan_prepares_a_fresh_model_for_saved_weights():
+    model = model_with_zeros()
+    plan = ng.plan(model, image())
+    small = ng.compact(model, plan)
+    fresh = ng.compact(Residual().double(), Plan.from_json(plan.to_json()))
+    fresh.load_state_dict(small.state_dict())
+    x = image()
+    assert torch.equal(fresh.eval()(x), small.eval()(x))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+def test_a_plan_for_another_model_is_refused():
+    model = model_with_zeros()
+    plan = ng.plan(model, image())
+    for other in (nn.Sequential(nn.Conv2d(3, 4, 3)), Residual(width=12)):
+        before = copy.deepcopy(other)
+        with pytest.raises(PlanError):
+            ng.compact(other, plan)
+        assert_untouched(other, before)
+
+
+def test_a_plan_is_applied_once():
+    model = model_with_zeros()
+    plan = ng.plan(model, image())
+    small = ng.compact(model, plan)
+    with pytest.raises(PlanError, match="already"):
+        ng.compact(small, plan)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "inputs",
+    [image(channels=4), torch.randn(2, 3).double(), (image(), image()), {"y": image()}, image().float()],
+    ids=["channels", "rank", "too many", "keyword", "dtype"],
+)
+def test_inputs_that_do_not_fit(inputs, train):
+    model = model_with_zeros().train(train)
+    before = copy.deepcopy(model)
+    with pytest.raises(TraceError, match="Residual"):
+        ng.plan(model, inputs)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("inputs", [None, 3, "x"])
+def test_inputs_of_a_wrong_type(inputs):
+    with pytest.raises(TypeError, match="example_inputs"):
+        ng.plan(model_with_zeros(), inputs)
+
+
+def test_a_branch_on_tensor_values_cannot_be_traced():
+    def body(net, x):
+        return net.a(x) if x.sum() > 0 else net.a(-x)
+
+    model = settle_(Net(body, a=nn.Conv2d(3, 6, 3)), image()).train()
+    before = copy.deepcopy(model)
+    with pytest.raises(TraceError, match="branch"):
+        ng.plan(model, image())
+    assert_untouched(model, before)
+
+
+def test_options_are_checked():
+    model = model_with_zeros()
+    with pytest.raises(ValueError, match=r"layout.*aligned"):
+        ng.plan(model, image(), layout="diagonal")
+    with pytest.raises(ValueError, match=r"constants.*exact"):
+        ng.plan(model, image(), constants="guess")
+    for bad in (0, -8):
+        with pytest.raises(ValueError, match="round_to"):
+            ng.plan(model, image(), round_to=bad)
+
+
+def test_planning_changes_nothing():
+    model = model_with_zeros().train()
+    model.bn.eval()
+    before = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    ng.plan(model, image().zero_())
+    torch.set_rng_state(state)
+    assert_untouched(model, before)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_compact_keeps_modes_devices_and_frozen_parameters():
+    model = model_with_zeros().train()
+    model.bn.eval()
+    model.conv1.weight.requires_grad_(False)
+    small = ng.compact(model, ng.plan(model, image()))
+    assert [m.training for m in small.modules()] == [m.training for m in model.modules()]
+    assert not small.conv1.weight.requires_grad and small.conv2.weight.requires_grad
+    assert {p.dtype for p in small.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions(dtype):
+    model = model_with_zeros().to(dtype)
+    plan = ng.plan(model, image().to(dtype))
+    small = ng.compact(model, plan)
+    assert plan.parameters_after < plan.parameters_before
+    assert {p.dtype for p in small.parameters()} == {dtype}
+    ng.verify(model, small, image().to(dtype))
+
+
+def test_nothing_to_remove():
+    model = settle_(Residual(), image())
+    plan, _ = shrink(model, image(), removes=False)
+    assert not plan.cuts and plan.parameters_after == plan.parameters_before
+
+
+def test_planning_again_finds_nothing_more():
+    _, small = shrink(model_with_zeros(), image())
+    assert ng.plan(small, image()).parameters_after == count(small)

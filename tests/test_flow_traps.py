@@ -1,0 +1,309 @@
+"""Ways to be silently wrong: each of these models once was, or nearly was, narrowed to another function."""
+
+import math
+
+import pytest
+import torch
+from flow_helpers import Net, assert_same_function, assert_trains, close_, image, settle_, shrink_all
+from torch import nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+
+TRAPS = []
+
+
+def trap(body):
+    TRAPS.append(body)
+    return body
+
+
+def chain(body):
+    """conv1 -> the awkward thing -> conv2, with channels 1 and 2 of conv1 closed and 3 constant."""
+    parts = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "kernel": nn.Buffer(torch.rand(1, 1, 3, 3))}
+    model = settle_(Net(body, **parts), image())
+    close_(model.conv1, [1, 2])
+    close_(model.conv1, [3], 0.7)
+    return model
+
+
+@trap
+def divides_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x / math.sqrt(x.shape[1]))
+
+
+@trap
+def mean_over_channels_by_hand(net, x):
+    x = net.conv1(x)
+    return net.conv2(x) + x.sum(1, keepdim=True) / x.shape[1]
+
+
+@trap
+def scales_by_its_width_in_a_branch(net, x):
+    x = net.conv1(x)
+    return net.conv2(F.relu(x) * (0.5 if x.shape[1] > 5 else 2.0))
+
+
+@trap
+def sums_over_space(net, x):
+    return net.conv2(net.conv1(x).sum((2, 3), keepdim=True))
+
+
+@trap
+def sums_over_the_batch(net, x):
+    x = net.conv1(x)
+    return net.conv2(x + x.sum(0, keepdim=True))
+
+
+@trap
+def squeezes_everything(net, x):
+    x = net.conv1(x).mean((2, 3), keepdim=True).squeeze()
+    return net.conv2(x[:, :, None, None])
+
+
+@trap
+def dropout2d_then_in_place(net, x):
+    x = net.conv1(x)
+    y = F.dropout2d(x, training=False)
+    y.relu_()
+    return net.conv2(x * y)
+
+
+@trap
+def alpha_dropout_then_in_place(net, x):
+    x = net.conv1(x)
+    y = F.alpha_dropout(x, training=False)
+    y.add_(1)
+    return net.conv2(x * y)
+
+
+@trap
+def in_place_through_slice(net, x):
+    x = net.conv1(x)
+    x[:, 1:3] += 1
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_as_strided(net, x):
+    x = net.conv1(x)
+    x.as_strided(x.shape, x.stride()).add_(1)
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_swapdims(net, x):
+    x = net.conv1(x)
+    x.swapdims(1, 2).add_(1)
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_ravel(net, x):
+    x = net.conv1(x)
+    x.ravel().add_(1)
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_reshape_as(net, x):
+    x = net.conv1(x)
+    x.reshape_as(x.flatten(2)).add_(1)
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_type_as(net, x):
+    x = net.conv1(x)
+    x.type_as(x).add_(1)
+    return net.conv2(x)
+
+
+@trap
+def in_place_through_numpy_style_index(net, x):
+    x = net.conv1(x)
+    x[:, [1, 4]] = 1.0
+    return net.conv2(x)
+
+
+@trap
+def in_place_view_made_before(net, x):
+    x = net.conv1(x)
+    view = x.flatten(2)
+    x.add_(1)
+    return net.conv2(view[..., None])
+
+
+@trap
+def assembled_by_slices(net, x):
+    x = net.conv1(x)
+    y = torch.zeros_like(x)
+    y[:, :3] = x[:, 3:]
+    y[:, 3:] = x[:, :3]
+    return net.conv2(y)
+
+
+@trap
+def splits_into_pairs(net, x):
+    x = net.conv1(x)
+    x = x.view(x.shape[0], -1, 2, *x.shape[2:])
+    return net.conv2(torch.cat([x[:, :, 0] * 2, x[:, :, 1]], 1))
+
+
+@trap
+def splits_into_pairs_and_reduces(net, x):
+    x = net.conv1(x)
+    x = x.view(x.shape[0], -1, 2, *x.shape[2:]).amax(1)
+    return net.conv2(x.repeat(1, 3, 1, 1))
+
+
+@trap
+def nan_swallowed_by_where(net, x):
+    x = net.conv1(x)
+    return net.conv2(torch.where(x > 0.1, torch.ones_like(x), torch.zeros_like(x)) + 0 * x)
+
+
+@trap
+def nan_swallowed_by_nan_to_num(net, x):
+    return net.conv2(torch.nan_to_num(net.conv1(x)))
+
+
+@trap
+def nan_swallowed_by_fmax(net, x):
+    return net.conv2(torch.fmax(net.conv1(x), torch.zeros(())))
+
+
+@trap
+def nan_swallowed_by_power(net, x):
+    x = net.conv1(x)
+    return net.conv2(x**0 + x)
+
+
+@trap
+def nan_swallowed_by_isnan(net, x):
+    x = net.conv1(x)
+    return net.conv2(x + torch.isnan(x).double())
+
+
+@trap
+def nan_swallowed_by_comparison(net, x):
+    return net.conv2((net.conv1(x) > 0.1).double())
+
+
+@trap
+def nan_swallowed_by_maximum_position(net, x):
+    x = net.conv1(x)
+    return net.conv2(x + x.flatten(2).argmax(2)[..., None, None])
+
+
+@trap
+def sorted_over_channels(net, x):
+    return net.conv2(net.conv1(x).sort(1).values)
+
+
+@trap
+def divides_by_a_layers_width(net, x):
+    return net.conv2(net.conv1(x) / net.conv1.out_channels)
+
+
+@trap
+def writes_with_out(net, x):
+    x = net.conv1(x)
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        torch.add(x, 1.0, out=y)
+    return net.conv2(x + y)
+
+
+@trap
+def computes_without_gradients(net, x):
+    with torch.no_grad():
+        scale = net.conv1(x).abs().mean((2, 3), keepdim=True)
+    return net.conv2(torch.sigmoid(net.conv1(x)) * scale)
+
+
+@trap
+def makes_a_tensor_of_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.linspace(1, 2, x.shape[1], dtype=x.dtype)[:, None, None])
+
+
+@trap
+def makes_a_tensor(net, x):
+    return net.conv2(net.conv1(x) * torch.linspace(1, 2, x.shape[-1] - 2, dtype=x.dtype))
+
+
+@trap
+def blurs_with_a_kernel_for_each_channel(net, x):
+    x = torch.sigmoid(net.conv1(x))
+    return net.conv2(F.conv2d(x, net.kernel.expand(x.shape[1], -1, -1, -1), groups=x.shape[1], padding=1))
+
+
+@trap
+def variance_of_everything(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * x.var(False))
+
+
+@trap
+def pools_channels_as_if_they_were_space(net, x):
+    return net.conv2(F.avg_pool3d(net.conv1(x), (3, 1, 1), 1, (1, 0, 0)))
+
+
+@trap
+def products_of_all_pairs(net, x):
+    x = net.conv1(x).mean((2, 3))
+    x = (x[:, :, None] * x[:, None, :]).sum(2)
+    return net.conv2(x[..., None, None])
+
+
+@pytest.mark.parametrize("body", TRAPS, ids=lambda body: body.__name__)
+def test_same_function(body):
+    shrink_all(chain(body), image(), removes=None, also=[image(size=11, batch=3)])
+
+
+def test_the_traps_have_something_to_remove():
+    shrink_all(chain(lambda net, x: net.conv2(net.conv1(x))), image())
+
+
+ROUNDING = {"ge": lambda x: x >= 0.7, "floor": lambda x: torch.floor(x * 10), "int": lambda x: (x * 10).to(torch.int32)}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_constants_are_computed_in_the_precision_of_the_model(name):
+    """0.7 in single precision is not 0.7: a threshold may fall between the two."""
+    model = chain(lambda net, x: net.conv2(ROUNDING[name](net.conv1(x)).to(x.dtype))).float()
+    x = image(batch=16).float()
+    small = ng.compact(model, ng.plan(model, x))
+    assert torch.allclose(small(x), model(x), rtol=0, atol=1e-5)
+
+
+class Deep(nn.Module):
+    """What differs between training and evaluation beside an auxiliary head."""
+
+    def __init__(self, difference):
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 2)
+        self.difference = difference
+
+    def forward(self, x):
+        x = F.relu(self.a(x))
+        if self.training and self.difference == "view":
+            x = x.view(-1, 6, 6, 6)
+        out = self.head(F.relu(self.b(x)).mean((2, 3)))
+        if self.training and self.difference == "features":
+            return out, x
+        if self.training and self.difference == "head":
+            return out, self.head(x.mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("difference", ["view", "features", "head"])
+def test_what_runs_in_training_only_still_runs(difference):
+    model = settle_(Deep(difference), image())
+    close_(model.a, [1, 2])
+    close_(model.b, [3, 4])
+    small = ng.compact(model, ng.plan(model, image()))
+    assert_same_function(model, small, image())
+    assert_trains(model, small, image())

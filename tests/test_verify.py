@@ -1,0 +1,198 @@
+"""verify: passes equal models, and fails loudly for everything else."""
+
+import copy
+
+import pytest
+import torch
+from flow_helpers import Net, close_, image, settle_
+from torch import nn
+
+import narrowgate as ng
+from narrowgate import Verification, VerificationError
+
+
+def network():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4))
+    return settle_(model, image())
+
+
+@torch.no_grad()
+def changed(model, amount):
+    other = copy.deepcopy(model)
+    other[0].weight[0, 0, 0, 0] += amount
+    return other
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equal_models_pass(dtype):
+    model = network().to(dtype)
+    result = ng.verify(model, copy.deepcopy(model), image().to(dtype))
+    assert isinstance(result, Verification) and result.passed
+    assert result.max_error == result.relative_error == 0
+    assert "same function" in str(result)
+
+
+def test_rounding_passes_and_is_reported():
+    model = network()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[4].weight.mul_(1 + 1e-15)
+    result = ng.verify(model, other, image())
+    assert 0 < result.relative_error < 1e-12 < result.tolerance
+
+
+@pytest.mark.parametrize("amount", [1e-6, 1.0, torch.nan, torch.inf])
+def test_another_function_fails(amount):
+    model = network()
+    with pytest.raises(VerificationError, match=r"not the same function|NaN"):
+        ng.verify(model, changed(model, amount), image())
+
+
+def test_a_small_difference_on_a_large_offset_fails():
+    """Relative to the size of the outputs it would be nothing."""
+
+    def body(net, x):
+        return net.fc(x) + 1e6
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = Net(body, fc=nn.Linear(3, 2)).double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.weight[0, 0] += 1e-4
+    with pytest.raises(VerificationError):
+        ng.verify(model, other, x)
+
+
+def test_tolerance_is_the_callers():
+    model = network()
+    assert ng.verify(model, changed(model, 1e-6), image(), tolerance=1e-2).passed
+    with pytest.raises(VerificationError):
+        ng.verify(model, changed(model, 1e-12), image(), tolerance=1e-16)
+
+
+def test_other_shapes_fail():
+    model = network()
+    other = copy.deepcopy(model)
+    other[4] = nn.Linear(216, 5).double()
+    with pytest.raises(VerificationError, match="shapes"):
+        ng.verify(model, other, image())
+
+
+def test_another_number_of_outputs_fails():
+    fc = nn.Linear(3, 2).double()
+    one = Net(lambda net, x: net.fc(x), fc=fc)
+    two = Net(lambda net, x: (net.fc(x), net.fc(x)), fc=fc)
+    with pytest.raises(VerificationError, match="shapes"):
+        ng.verify(one, two, torch.randn(4, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_outputs_of_both_models_do_not_hide_a_difference(bad):
+    def body(factor):
+        def forward(net, x):
+            y = x * factor
+            return torch.cat([y, torch.full_like(y[:, :1], bad)], 1)
+
+        return Net(forward)
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert ng.verify(body(1.0), body(1.0), x).passed
+    with pytest.raises(VerificationError):
+        ng.verify(body(1.0), body(1.5), x)
+
+
+def test_nan_elsewhere_fails():
+    x = torch.randn(4, 3, dtype=torch.float64)
+    first = Net(lambda net, x: torch.where(torch.arange(3) == 0, torch.nan, x))
+    second = Net(lambda net, x: torch.where(torch.arange(3) == 1, torch.nan, x))
+    with pytest.raises(VerificationError):
+        ng.verify(first, second, x)
+
+
+@pytest.mark.parametrize("wrap", [dict, tuple, list])
+def test_every_output_counts(wrap):
+    def model(factor):
+        def forward(net, x):
+            return {"a": x, "b": [x * factor]} if wrap is dict else wrap([x, [x * factor]])
+
+        return Net(forward)
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert ng.verify(model(2.0), model(2.0), x).passed
+    with pytest.raises(VerificationError):
+        ng.verify(model(2.0), model(2.1), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128])
+def test_outputs_that_are_not_real_numbers_count_too(dtype):
+    def model(shift):
+        return Net(lambda net, x: (x, (x * 10 + shift).to(dtype)) if dtype is not torch.bool else (x, x > shift))
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert ng.verify(model(0.0), model(0.0), x).passed
+    with pytest.raises(VerificationError):
+        ng.verify(model(0.0), model(1.0), x)
+
+
+def test_a_second_batch_size_is_tried():
+    """Merging two samples shows only when there are two."""
+    seen = []
+
+    def body(net, x):
+        seen.append(len(x))
+        return net.fc(x)
+
+    model = Net(body, fc=nn.Linear(3, 2)).double()
+    ng.verify(model, model, torch.randn(4, 3, dtype=torch.float64))
+    assert len(set(seen)) == 2
+
+
+def test_an_error_at_the_other_batch_size_is_seen():
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wrong_when_large = Net(lambda net, x: x * (1.0 if len(x) == 4 else 1.1))
+    with pytest.raises(VerificationError):
+        ng.verify(Net(lambda net, x: x), wrong_when_large, x)
+
+
+def test_a_single_sample_is_not_blind():
+    x = torch.randn(1, 3, dtype=torch.float64)
+    with pytest.raises(VerificationError):
+        ng.verify(Net(lambda net, x: x + 1e9), Net(lambda net, x: x * 1.001 + 1e9), x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_modes_go_back(train):
+    model, small = network().train(train), network().train(not train)
+    small[1].train(train)
+    before = [[m.training for m in one.modules()] for one in (model, small)]
+    statistics = model[1].running_mean.clone()
+    with pytest.raises(VerificationError):
+        ng.verify(model, small, image())
+    assert before == [[m.training for m in one.modules()] for one in (model, small)]
+    assert torch.equal(model[1].running_mean, statistics)
+
+
+def test_random_numbers_go_back():
+    model = network()
+    inputs = image()
+    state = torch.get_rng_state()
+    ng.verify(model, model, inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_constant_outputs_do_not_fail_on_rounding():
+    """The spread is rounding only: then the size of the outputs is the scale."""
+    model = Net(lambda net, x: 0.1 + x * 1e-18)
+    other = Net(lambda net, x: 0.1 + 2e-17 + x * 1e-18)
+    ng.verify(model, other, torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_the_remover_is_checked_by_it():
+    """The negative control of all contract tests: one kept channel too few is found."""
+    model = network()
+    close_(model[0], [1])
+    small = ng.compact(model, ng.plan(model, image()))
+    with torch.no_grad():
+        small[0].weight[0] = 0
+    with pytest.raises(VerificationError):
+        ng.verify(model, small, image())
