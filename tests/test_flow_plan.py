@@ -41,8 +41,8 @@ def test_printing_tells_layer_width_and_why():
     lines = str(plan).splitlines()
     assert f"{count(model):,} -> {plan.parameters_after:,} parameters" in lines[0]
     row = {line.split()[0]: line for line in lines[1:] if line.strip()}
-    assert row["a"].split()[1:4] == ["4", "/", "6"]
-    assert row["b"].split()[1:4] == ["5", "/", "5"] and "sort" in row["b"]
+    assert row["a"].split()[1:4] == ["6", "4", "4"]  # channels, used, kept
+    assert row["b"].split()[1:4] == ["5", "4", "5"] and "1 for sort" in row["b"]
     assert any("sort" in line and "no rule" in line for line in lines)
 
 
@@ -209,3 +209,16 @@ def test_nothing_to_remove():
 def test_planning_again_finds_nothing_more():
     _, small = shrink(model_with_zeros(), image())
     assert ng.plan(small, image()).parameters_after == count(small)
+
+
+def test_a_collapsed_model_can_be_reopened():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    gates = ng.attach_gates_(model)
+    gates["0"].close_(torch.ones(4, dtype=torch.bool))
+    with pytest.raises(ng.CollapseError, match=r"gates\.reopen_\('0'\)"):
+        ng.plan(model, image())
+    gates.reopen_("0")
+    with torch.no_grad():
+        model[0].bias.fill_(1.0)  # the reopened channel is above the ReLU's kink
+    plan = ng.plan(model, image())
+    assert len(plan.cuts["0.weight"].keep[0]) == 1

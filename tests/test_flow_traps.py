@@ -307,3 +307,32 @@ def test_what_runs_in_training_only_still_runs(difference):
     small = ng.compact(model, ng.plan(model, image()))
     assert_same_function(model, small, image())
     assert_trains(model, small, image())
+
+
+INTERLEAVED = {
+    "divided": lambda b, c: (b, c // 4, 4),
+    "inferred": lambda b, c: (b, -1, 4),
+    "outer_fixed": lambda b, c: (b, 4, c // 4),
+    "outer_inferred": lambda b, c: (b, 4, -1),
+}
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_a_view_that_takes_channels_apart(name):
+    """Either part may be the one that shrinks: the wrong guess keeps all shapes and permutes the channels."""
+
+    def body(net, x):
+        y = F.relu(net.conv1(x))
+        b, c, h, w = y.shape
+        y = y.view(*INTERLEAVED[name](b, c), h, w).transpose(1, 2).reshape(b, c, h, w)
+        return net.conv2(y).mean((2, 3))
+
+    parts = {"conv1": nn.Conv2d(3, 16, 3, padding=1), "conv2": nn.Conv2d(16, 8, 3, padding=1)}
+    model = settle_(Net(body, **parts), image())
+    close_(model.conv1, range(2, 16, 4))
+    shrink_all(model, image(), removes=None)
+
+
+def test_a_forward_that_reads_a_weights_shape():
+    model = chain(lambda net, x: net.conv2(net.conv1(x) / net.conv1.weight.shape[0]))
+    shrink_all(model, image(), removes=None)

@@ -107,3 +107,21 @@ class TestGates:
         gates = ng.gates_of(model)
         assert gates.kind == "mixed" and [gate.kind for gate in gates.modules()] == ["exponential", "hard-concrete"]
         assert all(isinstance(gate, Gate) for gate in gates.modules())
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear", "hard-concrete"])
+def test_reopen_opens_the_least_closed_gate_and_no_other(kind):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    gates = ng.attach_gates_(model, kind)
+    name = gates.names[0]
+    gates[name].close_(torch.ones(4, dtype=torch.bool))
+    if kind == "exponential":
+        with torch.no_grad():
+            gates[name].g.copy_(torch.tensor([1e-5, -1e-4, 0.0, 5e-5]))
+    assert gates.closed_fraction() == 1.0
+    channel = gates.reopen_(name)
+    assert (gates.values()[name] != 0).nonzero().flatten().tolist() == [channel]
+    if kind == "exponential":
+        assert channel == 1 and gates[name].g[1] < 0
+    with pytest.raises(ValueError, match="open gates"):
+        gates.reopen_(name)

@@ -74,6 +74,10 @@ class Gate(nn.Module):
         """Close the gates selected by a boolean mask."""
         raise NotImplementedError
 
+    def open_least_closed_(self) -> int:
+        """Open the closed gate that is nearest to being open, by a small step; return its position."""
+        raise NotImplementedError
+
     @property
     def size(self) -> int:
         """How many groups this gate serves."""
@@ -103,6 +107,10 @@ class ExponentialGate(Gate):
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
         self.g.masked_fill_(mask, 0.0)
+
+    @torch.no_grad()
+    def open_least_closed_(self) -> int:
+        return _lift_(self.g, 8 * CLOSING_POINT)
 
 
 class HardConcreteGate(Gate):
@@ -142,6 +150,12 @@ class HardConcreteGate(Gate):
         # Far below the closing point log(-low / high), where samples are closed too.
         self.g.masked_fill_(mask, 2 * math.log(-self.stretch[0] / self.stretch[1]) - 10.0)
 
+    @torch.no_grad()
+    def open_least_closed_(self) -> int:
+        position = int(self.g.argmax())
+        self.g[position] = math.log(-self.stretch[0] / self.stretch[1]) + 0.1
+        return position
+
 
 class LinearGate(Gate):
     """A view of a BatchNorm's own scale as a gate: it adds no parameter and changes nothing in the layer."""
@@ -164,3 +178,14 @@ class LinearGate(Gate):
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
         self.g.masked_fill_(mask, 0.0)
+
+    @torch.no_grad()
+    def open_least_closed_(self) -> int:
+        return _lift_(self.g, 1e-3)
+
+
+def _lift_(g: Tensor, value: float) -> int:
+    """Set the largest number by size to a value, keeping its sign; return where it is."""
+    position = int(g.abs().argmax())
+    g[position] = -value if g[position] < 0 else value
+    return position

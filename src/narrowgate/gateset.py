@@ -71,6 +71,16 @@ class Gates:
             self._gates[name].close_(mask)
         return closed
 
+    def reopen_(self, name: str) -> int:
+        """Open the least closed gate of a layer whose gates are all closed; return its channel.
+
+        It opens by the smallest step, so what the layer computes is small but no longer constant.
+        """
+        gate = self[name]
+        if bool((gate.final_value() != 0).any()):
+            raise ValueError(f"layer {name!r} has open gates; reopen_ is for a layer whose gates are all closed")
+        return gate.open_least_closed_()
+
     def flat(self) -> Tensor:
         """All gate parameters as one vector, on the first one's device."""
         parameters = self.parameters()

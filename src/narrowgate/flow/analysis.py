@@ -119,7 +119,7 @@ class Flow:
         for source in inputs:
             for state in self._all_states(source):
                 if state.axis is not None and (state.labels != PINNED).any():
-                    self.pin(state.labels, f"{op} in {layer}")
+                    self.pin(state.labels, f"for {op} in {layer}")
                     costs = True
         if costs:
             self.walls.append(Wall(layer, op, why))
@@ -189,7 +189,7 @@ class Flow:
         for node in self.graph.outputs:
             last = self.resolve(node)
             for state in self._all_states(last):
-                self.pin(state.labels, "the model's output")
+                self.pin(state.labels, "for the model's output")
         self.live = {
             node: [np.zeros(len(s.labels), bool) for s in state]
             if isinstance(state, list)
@@ -235,7 +235,7 @@ class Flow:
         axis = long[0] if len(long) == 1 else (1 if len(shape) == 4 else len(shape) - 1)
         for other in long:
             if other != axis:
-                self.pin(self.labels_of(name, other), f"{name} read as a tensor")
+                self.pin(self.labels_of(name, other), f"for a direct use of {name}")
         rows = tensor.movedim(axis, 0).reshape(shape[axis], -1).double()
         same = (rows == rows[:, :1]).all(1)
         values = torch.where(same, rows[:, 0], torch.full_like(rows[:, 0], float("nan"))).cpu().numpy()

@@ -27,8 +27,8 @@ class Edit:
 
     ``rows`` are output channels that are constant: their weight becomes 0 and their bias the number. ``folded`` are
     input channels that are constant: their part goes into the bias. ``carried`` are such channels as multiples of the
-    constant ``carrier``: their weights are added to its. In the scatter layout ``gather`` and ``scatter`` are the places
-    of the layer's own channels in the streams it reads (``reads`` wide) and writes (as wide as ``fill``).
+    constant ``carrier``: their weights are added to its. In the scatter layout ``gather`` and ``scatter`` are where the
+    layer's own channels are in the streams it reads (``reads`` wide) and writes (as wide as ``fill``).
     """
 
     layer: str

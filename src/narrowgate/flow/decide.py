@@ -53,7 +53,7 @@ def decide(flow: Flow, round_to: int = 1) -> Decision:
     """Keep what varies and matters, what is pinned, what carries constants; round widths up; never reach width 0."""
     _check_collapse(flow)
     classes = _Classes(flow)
-    classes.keep(np.array([PINNED]), "pinned")
+    classes.keep(np.array([PINNED]), "for fixed places")
     for labels, why in flow.pinned:
         classes.keep(labels, why)
     for node, state in flow.states.items():
@@ -75,7 +75,7 @@ def _keep_constants(flow: Flow, classes: _Classes) -> dict[int, int]:
     hard = [(i, mixer) for i, mixer in enumerate(flow.mixers) if not folds(flow, mixer)]
     for _, mixer in hard:
         if mixer.shared or mixer.groups > 1:
-            classes.keep(mixer.inputs.labels[wanted_constants(mixer)], f"a constant that {mixer.layer} reads")
+            classes.keep(mixer.inputs.labels[wanted_constants(mixer)], f"for a constant that {mixer.layer} reads")
     for i, mixer in hard:
         wanted = np.flatnonzero(wanted_constants(mixer))
         if mixer.shared or mixer.groups > 1 or not len(wanted):
@@ -87,7 +87,7 @@ def _keep_constants(flow: Flow, classes: _Classes) -> dict[int, int]:
             continue
         best = int(np.argmax(np.where(usable, size, 0.0) if usable.any() else size))
         carriers[i] = int(wanted[best])
-        classes.keep(labels[best : best + 1], f"the constant that {mixer.layer} reads")
+        classes.keep(labels[best : best + 1], f"for constants that {mixer.layer} reads")
     return carriers
 
 
@@ -114,14 +114,17 @@ def _round_up(flow: Flow, classes: _Classes, round_to: int) -> None:
             goal = max(1, int(kept.sum(1).max()))
             for row, have in zip(rows, kept, strict=True):
                 if have.sum() < goal:
-                    classes.keep(row[~have][: goal - int(have.sum())], "equal groups")
+                    classes.keep(row[~have][: goal - int(have.sum())], "for equal groups")
                     changed = True
         for labels in axes:
             have = classes.is_kept(labels)
             count = int(have.sum())
             goal = min(len(labels), -(-max(1, count) // round_to) * round_to)
             if count < goal:
-                classes.keep(labels[~have][: goal - count], "width" if count else "a layer needs one channel")
+                classes.keep(
+                    labels[~have][: goal - count],
+                    "round the width up" if count else "stand for a layer that would be empty",
+                )
                 changed = True
 
 
@@ -133,8 +136,8 @@ def _check_collapse(flow: Flow) -> None:
     culprit = next((m.layer for m in flow.mixers if not m.output.varies.any()), "a layer")
     raise CollapseError(
         f"the output no longer depends on the input: every channel of {culprit} is constant. "
-        "Lower the penalty's strength, or open the least closed gate of that layer again "
-        "(gates.open_largest_(name)), then plan again"
+        f"Lower the penalty's strength, or open its least closed channel again (gates.reopen_({culprit!r}) if it has "
+        "gates), then plan again"
     )
 
 

@@ -67,7 +67,7 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
     if state.axis == axis:
         flow.tie(state.labels, flow.labels_of(weight_name, 0))
     else:
-        flow.pin(flow.labels_of(weight_name, 0), f"the input of {layer_of(node)}")
+        flow.pin(flow.labels_of(weight_name, 0), f"for the input of {layer_of(node)}")
     nonzero = flow.nonzero(weight_name).T[None]
     inputs = state.along(axis)
     shared = not _editable(flow, node, weight_name, bias_name)
@@ -92,7 +92,7 @@ def embedding(flow: Flow, node: Node) -> None:
     same = (table == table[:1]).all(0).cpu().numpy()
     values = np.where(same & (flow.closed is None), table[0].double().cpu().numpy(), np.nan)
     shape = shape_of(node)
-    flow.pin(flow.labels_of(name, 0), f"the rows of {layer_of(node)}")
+    flow.pin(flow.labels_of(name, 0), f"for the rows of {layer_of(node)}")
     flow.put(node, labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values), lambda live: None)
 
 
@@ -131,9 +131,9 @@ def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, wei
     if state.axis != axis:
         if state.axis is not None:
             flow.wall(node, [read], "its input carries channels along another axis")
-        flow.pin(flow.labels_of(weight, 1), f"the input of {layer}")
+        flow.pin(flow.labels_of(weight, 1), f"for the input of {layer}")
         if groups > 1:
-            flow.pin(rows, f"the groups of {layer}")
+            flow.pin(rows, f"for the groups of {layer}")
     elif groups == 1:
         flow.tie(state.labels, flow.labels_of(weight, 1))
     elif groups == len(state.labels):  # depthwise: each input channel has output channels of its own

@@ -30,7 +30,7 @@ def batch_norm(flow: Flow, node: Node) -> None:
     for name in names:
         if name is not None:
             flow.tie(labels, flow.labels_of(name, 0)) if state.axis == 1 else flow.pin(
-                flow.labels_of(name, 0), f"the input of {layer_of(node)}"
+                flow.labels_of(name, 0), f"for the input of {layer_of(node)}"
             )
     scale, shift, mean, variance = (_vector(flow, name, size) for name in names)
     if scale is not None and not flow.can_be_zero(str(names[0])):
@@ -102,7 +102,7 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
     names = [_name(flow, arg(node, i, "")) for i in (2, 3)]
     for name in names:
         if name is not None:
-            flow.pin(flow.labels_of(name, 0), f"the channels of {layer_of(node)}")
+            flow.pin(flow.labels_of(name, 0), f"for the channels of {layer_of(node)}")
     size = shape[axis]
     values = _affine(np.full(size, np.nan), *(_vector(flow, name, size) for name in names))
     result = labelled(shape, axis, np.full(size, PINNED), values)
@@ -122,7 +122,7 @@ def prelu(flow: Flow, node: Node) -> None:
         return
     slopes = flow.tensors[name].detach().double().cpu().numpy()
     if state.axis is None:
-        flow.pin(flow.labels_of(name, 0), f"the input of {layer_of(node)}")
+        flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
         _put_per_channel(flow, node, read, unlabelled(shape_of(node)))
         return
     if len(slopes) > 1:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer, Wall
+from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision, decide, folds, wanted_constants
 from narrowgate.flow.replay import pin_what_breaks
@@ -19,7 +20,7 @@ from narrowgate.flow.trace import ExampleInputs, trace
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 
-LAYOUTS = ("aligned", "scatter")
+LAYOUTS = ("aligned", "scatter", "auto")
 CONSTANTS = ("exact", "fold", "drop")
 
 
@@ -76,14 +77,23 @@ class Plan:
         lines = [
             f"Plan ({self.layout}, constants {self.constants}): {self.parameters_before:,} -> "
             f"{self.parameters_after:,} parameters ({share:.1%} left)",
-            f"  {'layer':<{width}}  {'kept':>6} /{'total':>6}   why the rest of the unused stayed",
+            f"  {'layer':<{width}}  channels   used   kept   unused but kept",
         ]
         for row in self.rows:
-            lines.append(f"  {row.layer:<{width}}  {row.kept:>6} /{row.total:>6}   {row.why}")
-        if self.walls:
-            lines.append("  walls (full width there):")
-            lines += [f"    {wall.layer}: {wall.op}, {wall.why}" for wall in self.walls]
-        return "\n".join(lines)
+            lines.append(f"  {row.layer:<{width}}  {row.total:>8} {row.used:>6} {row.kept:>6}   {row.why}".rstrip())
+        return "\n".join([*lines, *_wall_lines(self.walls)])
+
+
+def _wall_lines(walls: list[Wall]) -> list[str]:
+    """Walls of one kind in one line, with the first few places."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for wall in walls:
+        kinds.setdefault((wall.op, wall.why), []).append(wall.layer)
+    lines = ["  walls, where channels stay at full width:"] if kinds else []
+    for (op, why), layers in kinds.items():
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        lines.append(f"    {op} ({why}): {', '.join(layers[:3])}{more}")
+    return lines
 
 
 def _edit_fields(edit: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +117,8 @@ def plan(
 
     Args:
         layout: ``aligned`` cuts a residual stream only where every producer is dead; ``scatter`` also gives layers
-            their own narrower inputs and outputs through index operations: fewest parameters.
+            their own narrower inputs and outputs through index operations: fewest parameters; ``auto`` does so only
+            for layers that measure faster that way, where the model is and at the size of the example inputs.
         constants: ``exact`` keeps a channel where a non-zero constant can't become a bias; ``fold`` folds anyway (wrong
             at padded borders); ``drop`` ignores constants, as the paper does before fine-tuning.
         round_to: keep dead channels so that widths are multiples of this.
@@ -131,8 +142,12 @@ def plan(
         again = pin_what_breaks(flow, decision, aligned, plain, example_inputs)
         if layout != "aligned" and not again:
             again = pin_what_breaks(flow, decision, made, plain, example_inputs)
-        if not again:
-            return made
+        if again:
+            continue
+        if layout == "auto":
+            flow.whole |= faster_whole(flow, decision, aligned.cuts, made.cuts, made.edits)
+            made = build(flow, decision, plain, layout)
+        return made
 
 
 def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan:
@@ -153,7 +168,7 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan
         if grouped is not None:
             old = cuts.get(mixer.weight, Cut(tuple(flow.tensors[mixer.weight].shape), {}))
             cuts[mixer.weight] = Cut(old.shape, old.keep, grouped)
-        if layout == "scatter":
+        if layout != "aligned":
             edit = narrow_to_own_channels(flow, decision, mixer, edit, cuts)
         edits.setdefault(mixer.weight, edit)
     before = sum(p.numel() for p in model.parameters())
@@ -219,7 +234,7 @@ def _row(decision: Decision, mixer: Mixer) -> Row:
     idle = kept & ~mixer.needed_rows
     reasons: dict[str, int] = {}
     for why in decision.why[labels[idle]]:
-        text = "another layer of the same stream uses them" if why == "used" else str(why)
+        text = "for other layers of the stream" if why == "used" else str(why)
         reasons[text] = reasons.get(text, 0) + 1
-    text = "; ".join(f"{count}: {why}" for why, count in reasons.items())
-    return Row(mixer.layer, int(kept.sum()), len(labels), int(mixer.needed_rows.sum()), text)
+    text = "; ".join(f"{count} {why}" for why, count in reasons.items())
+    return Row(mixer.weight.removesuffix(".weight"), int(kept.sum()), len(labels), int(mixer.needed_rows.sum()), text)

@@ -51,7 +51,7 @@ def pin_what_breaks(
         trouble = _first_trouble(flow, decision, plan, model, example_inputs, training)
         if trouble is None:
             continue
-        if plan.layout == "scatter":  # it runs with the same streams and whole layers: leave the layers whole
+        if plan.layout != "aligned":  # it runs with the same streams and whole layers: leave the layers whole
             return _keep_whole(flow, plan, trouble[0])
         return _pin(flow, decision, type(model).__name__, *trouble)
     return False
@@ -90,7 +90,7 @@ def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> boo
         inside = [m for m in flow.mixers if not where or m.layer == where or m.layer.startswith(where + ".")]
         cut = [m for m in inside if not decision.kept[m.inputs.labels].all()]
         for mixer in cut:
-            flow.pin(mixer.inputs.labels, f"the shape of {where or 'the model'}")
+            flow.pin(mixer.inputs.labels, f"for the shape of {where or 'the model'}")
             flow.walls.append(Wall(mixer.layer, op_name(mixer.node), "a size near it is hard-coded"))
         if cut or not where:
             return bool(cut)

@@ -38,7 +38,7 @@ def pin_training_only(flow: Flow, model: nn.Module, example_inputs: ExampleInput
         for (name, axis), labels in owner.items():
             hit = np.isin(labels, wanted)
             if hit.any() and (name, axis) in flow.axis_labels:
-                flow.pin(flow.axis_labels[name, axis][hit], f"{layer_of(node)}, {_WHY}")
+                flow.pin(flow.axis_labels[name, axis][hit], f"for {layer_of(node)}, {_WHY}")
         flow.walls.append(Wall(layer_of(node), "training only", _WHY))
 
 
