@@ -32,5 +32,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("narrowgate needs Python 3.10 or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	@echo "setting up .venv (once, about two minutes)"
 	@$(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install --disable-pip-version-check -q --use-pep517 -e '.[dev]' -c constraints.txt
+	@.venv/bin/python -m pip install --disable-pip-version-check -qq --use-pep517 -e '.[dev]' -c constraints.txt
 	@touch $@

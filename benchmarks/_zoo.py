@@ -89,8 +89,9 @@ def entries() -> list[Entry]:
     found += [Entry(name, "torchvision segmentation", 96) for name in models.list_models(module=models.segmentation)]
     detection = models.list_models(module=models.detection)
     found += [Entry(name, "torchvision detection", 128) for name in detection]
-    found += [Entry(_DETECTION_LAYERS_ONLY + name, "torchvision detection", 128) for name in detection]
-    found += [Entry(name, "torchvision video", 64) for name in _VIDEO]
+    sizes = {name: 300 if name.startswith("ssd300") else 128 for name in detection}
+    found += [Entry(_DETECTION_LAYERS_ONLY + name, "torchvision detection", sizes[name]) for name in detection]
+    found += [Entry(name, "torchvision video", 224 if name == "s3d" else 64) for name in _VIDEO]
     found += [_timm(word, 96) for word in _TIMM_CONVOLUTIONAL.split()]
     found += [_timm(word, None) for word in _TIMM_FIXED.split()]
     return found

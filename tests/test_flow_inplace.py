@@ -8,6 +8,7 @@ from flow_helpers import Net, assert_same_function, assert_untouched, close_, co
 from helpers import spread_gates_
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import narrowgate as ng
 from narrowgate import PlanError
@@ -189,3 +190,41 @@ def test_refusals_touch_nothing():
     ng.compact_(model, plan)
     with pytest.raises(PlanError, match="already"):
         ng.compact_(model, plan)
+
+
+def test_a_loss_that_is_still_alive_does_not_hold_the_old_shapes():
+    model, gates = gated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = image()
+    loss = model.train()(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    gates["conv1"].close_(torch.arange(8) < 4)
+    ng.compact_(model, ng.plan(model, x, training=True), optimizer=optimizer)
+    optimizer.zero_grad()
+    model(x).square().sum().backward()  # ``loss`` of the step before is alive
+    optimizer.step()
+    assert model.conv1.out_channels < 8 and loss.isfinite()
+
+
+def test_an_optimizer_whose_state_has_other_shapes_is_refused_by_name():
+    model, gates = gated()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model.train()(image()).square().sum().backward()
+    optimizer.step()
+    gates["conv1"].close_(torch.arange(8) < 4)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"Adafactor keeps .* of 'conv1\.weight'"):
+        ng.compact_(model, ng.plan(model, image(), training=True), optimizer=optimizer)
+    assert_untouched(model, before)
+
+
+def test_weights_that_prune_computes_are_named_with_the_remedy():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)).double()
+    prune.ln_structured(model[0], "weight", 0.5, n=2, dim=0)
+    model(image())
+    with pytest.raises(ng.TraceError, match=r"prune\.remove"):
+        ng.plan(model, image())
+    prune.remove(model[0], "weight")
+    plan = ng.plan(model, image())
+    assert len(kept(plan, "0.weight")) == 3

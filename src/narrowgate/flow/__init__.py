@@ -3,6 +3,7 @@
 from narrowgate.flow.decide import CollapseError
 from narrowgate.flow.inplace import compact_
 from narrowgate.flow.plan import Plan, plan
+from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.surgery import PlanError, compact
 from narrowgate.flow.trace import TraceError
 from narrowgate.flow.verify import Verification, VerificationError, verify
@@ -11,6 +12,7 @@ __all__ = [
     "CollapseError",
     "Plan",
     "PlanError",
+    "ReplayError",
     "TraceError",
     "Verification",
     "VerificationError",

@@ -26,8 +26,10 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
     if plan.layout != "aligned":
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
     check_fits(model, plan)
-    edited = _without_gates(model, edited_tensors(ungated(model), plan))
     cuts = {**plan.cuts, **_gate_cuts(model, plan)}
+    if optimizer is not None:
+        _check_state(model, cuts, optimizer)
+    edited = _without_gates(model, edited_tensors(ungated(model), plan))
     done: set[int] = set()
     for name, tensor in tensors_of(model).items():
         if id(tensor) in done or not (name in cuts or name in edited):
@@ -41,10 +43,25 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
     return model
 
 
+def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state does not have its parameters' shapes, before anything is changed."""
+    tensors = tensors_of(model)
+    for name in cuts:
+        for key, value in optimizer.state.get(tensors[name], {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != tensors[name].shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} in another shape than the parameter: its "
+                    "state can't be cut along. Make a new optimizer after compact_, and leave optimizer= out"
+                )
+
+
 @torch.no_grad()
 def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.optim.Optimizer | None) -> None:
     shape = tensor.shape
-    tensor.data = (values if how is None else cut(values, how)).clone()
+    new = (values if how is None else cut(values, how)).clone()
+    # A change of dtype makes autograd forget the old shape, which a loss that is still alive would hold it to.
+    tensor.data = torch.empty(0, dtype=torch.float64 if tensor.dtype == torch.float32 else torch.float32)
+    tensor.data = new
     tensor.grad = None
     if optimizer is None or how is None:
         return

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from narrowgate.batched import forget_prepared_gates_
 from narrowgate.flow.analysis import ClosedGates
 from narrowgate.flow.state import Mask
+from narrowgate.flow.trace import TraceError
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate
 
@@ -34,7 +35,13 @@ def share_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        raise TraceError(
+            f"{type(model).__name__} can't be copied: {str(error).splitlines()[0]}. If torch.nn.utils.prune made a "
+            "weight, call prune.remove(layer, 'weight') first; the zeros stay"
+        ) from error
 
 
 def ungated(model: nn.Module) -> nn.Module:
