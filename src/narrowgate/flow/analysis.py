@@ -80,7 +80,7 @@ class Flow:
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
         self.axis_labels: dict[tuple[str, int], Labels] = {}
         self.label_count = 1  # 0 is PINNED
-        self.replayed: dict[bool, tuple[list[Any], str]] = {}  # by training mode
+        self.replayed: tuple[dict[bool, list[Any]], str] | None = None
         self._backward: dict[Node, Backward] = {}
         self._replaced: dict[Node, Node] = {}
         self._read_as: dict[Node, dict[Node, Node]] = {}

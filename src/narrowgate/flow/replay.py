@@ -47,8 +47,14 @@ def pin_what_breaks(
     """Run the planned architecture on shapes; pin what does not fit and return True if the plan must be made again."""
     if not plan.cuts:
         return False
-    for training in (False, True):
-        trouble = _first_trouble(flow, decision, plan, model, example_inputs, training)
+    large, device = _reference(flow, model, example_inputs)
+    small = skeleton(model, plan.cuts, device)
+    resize_(small, plan.edits, plan.widths)
+    for training, wanted in large.items():
+        got = run(small.train(training), flow.mixers, example_inputs, device)
+        trouble = _first_trouble(flow, decision, wanted, got)
+        if trouble is None and not training:
+            trouble = _wrong_split(flow, decision, wanted, got)
         if trouble is None:
             continue
         if plan.layout != "aligned":  # it runs with the same streams and whole layers: leave the layers whole
@@ -97,15 +103,9 @@ def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> boo
 
 
 def _first_trouble(
-    flow: Flow, decision: Decision, plan: Planned, model: nn.Module, example_inputs: ExampleInputs, training: bool
+    flow: Flow, decision: Decision, large: list[Event], small: list[Event]
 ) -> tuple[Node | None, str] | None:
     """The first layer around which the small model does something else than the large one; None if all is well."""
-    large, device = _reference(flow, model, example_inputs, training)
-    if large[-1].what[0] != "output":  # the large one does not run either, for example one sample in a BatchNorm
-        return None
-    cut = skeleton(model, plan.cuts, device)
-    resize_(cut, plan.edits, plan.widths)
-    small = run(cut.train(training), flow.mixers, example_inputs, device)
     last: Node | None = None
     for wanted, got in itertools.zip_longest(large, small):
         if wanted is None or got is None or wanted.what != got.what:
@@ -115,7 +115,7 @@ def _first_trouble(
             shape = _predicted(decision, wanted.mixer.output)
             if got.shape != shape:
                 return last, f"{wanted.mixer.layer} gives {got.shape}, not {shape}"
-    return None if training else _wrong_split(flow, decision, large, small)
+    return None
 
 
 def _wrong_split(
@@ -146,15 +146,22 @@ def _predicted(decision: Decision, state: State) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _reference(flow: Flow, model: nn.Module, example_inputs: ExampleInputs, training: bool) -> tuple[list[Event], str]:
-    """What the large model does, run once; on the meta device if it can, else on fake tensors, which are slower."""
-    if training not in flow.replayed:
+def _reference(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> tuple[dict[bool, list[Event]], str]:
+    """What the large model does in eval mode and, if it runs there, in training; and the device of the skeletons.
+
+    It runs once, on the meta device if it can, else on fake tensors, which are slower.
+    """
+    if flow.replayed is None:
         for device in ("meta", "fake"):
-            events = run(skeleton(model, {}, device).train(training), flow.mixers, example_inputs, device)
-            if events[-1].what[0] == "output":
+            large = skeleton(model, {}, device)
+            events = {mode: run(large.train(mode), flow.mixers, example_inputs, device) for mode in (False, True)}
+            if events[False][-1].what[0] == "output":
                 break
-        flow.replayed[training] = (events, device)
-    return flow.replayed[training]
+        if events[False][-1].what[0] != "output":
+            raise ReplayError(f"{type(model).__name__} does not run on shapes alone: {events[False][-1].what[0]}")
+        # A model may not run in training here, for example with one sample in a BatchNorm.
+        flow.replayed = ({mode: log for mode, log in events.items() if log[-1].what[0] == "output"}, device)
+    return flow.replayed
 
 
 def _next_mixer(flow: Flow, at: Node | None) -> Node | None:

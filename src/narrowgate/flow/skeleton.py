@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
@@ -65,10 +66,11 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
     waiting: dict[str, list[Mixer]] = {}
     for mixer in mixers:
         waiting.setdefault(mixer.layer, []).append(mixer)
+    hooks: list[RemovableHandle] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if name in waiting and not any(module.children()):
-            module.register_forward_pre_hook(log.pause)
-            module.register_forward_hook(log.resume_after(name, waiting[name]))
+            hooks.append(module.register_forward_pre_hook(log.pause))
+            hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name])))
         elif type(module) in _SHAPE_KEEPING:
             module.forward = _same
         elif type(module) in _NORMS:
@@ -85,6 +87,8 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         else:
             shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             log.events.append(Event(("output", *shapes)))
+    for hook in hooks:
+        hook.remove()
     return log.events
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,10 +56,11 @@ def layer_of(node: Node) -> str:
 def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
     """Trace an ungated model with torch.export; the model is left in the mode it was in."""
     args, kwargs = call_arguments(example_inputs)
-    with _mode(model, train), torch.no_grad(), warnings.catch_warnings():
+    with _mode(model, train), torch.no_grad(), without_gc(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(model, args, kwargs, strict=False)
+            with _no_stack_traces():
+                program = torch.export.export(model, args, kwargs, strict=False)
             if _mutates_through_views(list(program.graph.nodes)):
                 program = program.run_decompositions({})
         except Exception as error:
@@ -99,6 +101,32 @@ def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict
         "example_inputs must be a tensor, a tuple of arguments or a dict of keywords, "
         f"got {type(example_inputs).__name__}"
     )
+
+
+@contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Nobody reads where in the source each operation came from, and finding out takes a quarter of the time."""
+    config = torch.fx.config
+    before = getattr(config, "do_not_emit_stack_traces", None)  # PyTorch 2.9 and newer
+    if before is not None:
+        config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.do_not_emit_stack_traces = before
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Tracing makes many small objects and frees few: collecting garbage on the way costs a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
