@@ -36,7 +36,8 @@ class Mixer:
     """A convolution or linear layer: the operations whose weights are cut along two axes.
 
     ``foldable`` says whether a constant input channel acts like a bias (no padding); ``needed_rows`` are the output
-    channels that vary and matter, ``live_columns`` the input channels those read with a non-zero weight.
+    channels that vary and matter, ``live_columns`` the input channels those read with a non-zero weight, ``zero_rows``
+    the output channels whose weight is zero already.
     """
 
     node: Node
@@ -49,6 +50,7 @@ class Mixer:
     output: State
     foldable: bool
     shared: bool
+    zero_rows: Mask
     needed_rows: Mask = field(default_factory=lambda: np.zeros(0, bool))
     live_columns: Mask = field(default_factory=lambda: np.zeros(0, bool))
 

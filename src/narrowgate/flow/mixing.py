@@ -45,9 +45,9 @@ def convolution(flow: Flow, node: Node) -> None:
     if bias_name is not None:
         flow.tie(flow.labels_of(bias_name, 0), result.labels)
     seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
-    mixer = Mixer(
-        node, layer_of(node), weight_name, bias_name, groups, 0, seen_as, result, foldable and not shared, shared
-    )
+    foldable = foldable and not shared
+    zero = ~nonzero.any(2).reshape(-1)
+    mixer = Mixer(node, layer_of(node), weight_name, bias_name, groups, 0, seen_as, result, foldable, shared, zero)
     flow.mixers.append(mixer)
     flow.put(node, result, _backward(flow, mixer, read, nonzero))
 
@@ -76,7 +76,8 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
     if bias_name is not None:
         flow.tie(flow.labels_of(bias_name, 0), result.labels)
     seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
-    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, False, shared)
+    zero = ~nonzero.any(2).reshape(-1)
+    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, False, shared, zero)
     flow.mixers.append(mixer)
     flow.put(node, result, _backward(flow, mixer, read, nonzero))
 

@@ -199,7 +199,9 @@ def _edit(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -> 
         carried = {i: value / float(mixer.inputs.values[carrier]) for i, value in lost.items()}
     rows: dict[int, float] = {}
     if not mixer.shared:
-        constant = np.flatnonzero(decision.kept[labels] & ~np.isnan(values))
+        bias = 0.0 if mixer.bias is None else flow.tensors[mixer.bias].detach().double().cpu().numpy()
+        so_already = mixer.zero_rows & (values == bias)
+        constant = np.flatnonzero(decision.kept[labels] & ~np.isnan(values) & ~so_already)
         rows = {int(i): float(values[i]) for i in constant}
     new_bias = mixer.bias is None and (bool(folded) or any(value != 0 for value in rows.values()))
     new_groups = mixer.groups

@@ -34,7 +34,8 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
         cuts[edit.bias] = Cut((len(mixer.output.labels),), {0: own_out.tolist()})
     gather = np.searchsorted(stream_in, own_in).tolist() if gathers else None
     scatter = np.searchsorted(stream_out, own_out).tolist() if scatters else None
-    fill = [edit.rows.get(int(row), 0.0) for row in stream_out] if scatters else None
+    constants = np.nan_to_num(mixer.output.values[stream_out], nan=0.0)  # a dead channel may be anything
+    fill = constants.tolist() if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist())}
     new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
     return dataclasses.replace(

@@ -62,31 +62,41 @@ def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     for edit in plan.edits.values():
         if not (edit.rows or edit.folded or edit.carried):
             continue
-        weight = tensors[edit.weight].detach().double().clone()
-        outputs = weight.shape[1] if edit.transposed else weight.shape[0]
-        bias = tensors[edit.bias].detach().double().clone() if edit.bias else weight.new_zeros(outputs)
-        if edit.folded:
-            bias += _contribution(weight, edit)
+        weight = tensors[edit.weight].detach()
         axis = 0 if edit.transposed else 1
+        bias = tensors[edit.bias].detach().double() if edit.bias else weight.new_zeros(weight.shape[1 - axis]).double()
+        if edit.folded:
+            bias = bias + _contribution(weight, edit)
+        if edit.carrier is not None or edit.rows:
+            edited[edit.weight] = weight = weight.clone()
         if edit.carrier is not None:
-            columns = torch.tensor(list(edit.carried), device=weight.device)
-            ratios = weight.new_tensor(list(edit.carried.values()))
-            weight.select(axis, edit.carrier).add_(weight.index_select(axis, columns).movedim(axis, -1) @ ratios)
-        rows = torch.tensor(list(edit.rows), dtype=torch.long, device=weight.device)
-        weight.index_fill_(1 - axis, rows, 0.0)
-        bias[rows] = weight.new_tensor(list(edit.rows.values()))
-        dtype = tensors[edit.weight].dtype
-        edited[edit.weight] = weight.to(dtype)
+            part, ratios = _columns(weight, axis, edit.carried)
+            target = weight.select(axis, edit.carrier)
+            target.copy_(target.double() + part.movedim(axis, -1) @ ratios)
+        if edit.rows:
+            rows = torch.tensor(list(edit.rows), dtype=torch.long, device=weight.device)
+            weight.index_fill_(1 - axis, rows, 0.0)
+            bias = bias.index_copy(0, rows, bias.new_tensor(list(edit.rows.values())))
         if edit.bias or edit.new_bias:
-            edited[edit.bias or f"{edit.layer}.bias"] = bias.to(dtype)
+            edited[edit.bias or f"{edit.layer}.bias"] = bias.to(weight.dtype)
     return edited
+
+
+def _columns(weight: Tensor, axis: int, numbers: dict[int, float]) -> tuple[Tensor, Tensor]:
+    """Some input channels of a weight in double precision, and the number that belongs to each."""
+    places = torch.tensor(list(numbers), dtype=torch.long, device=weight.device)
+    part = weight.index_select(axis, places).double()
+    return part, part.new_tensor(list(numbers.values()))
 
 
 def _contribution(weight: Tensor, edit: Edit) -> Tensor:
     """What the folded constants add to each output channel."""
-    taps = weight.reshape(edit.groups, -1, weight.shape[1], weight[0, 0].numel()).sum(3)
-    constants = weight.new_zeros(edit.groups * weight.shape[1])
-    constants[torch.tensor(list(edit.folded), device=weight.device)] = weight.new_tensor(list(edit.folded.values()))
+    if edit.groups == 1:
+        part, constants = _columns(weight, 1, edit.folded)
+        return part.flatten(2).sum(2) @ constants if part.dim() > 2 else part @ constants
+    taps = weight.double().reshape(edit.groups, -1, weight.shape[1], weight[0, 0].numel()).sum(3)
+    constants = taps.new_zeros(edit.groups * weight.shape[1])
+    constants[torch.tensor(list(edit.folded), device=weight.device)] = taps.new_tensor(list(edit.folded.values()))
     return (taps @ constants.reshape(edit.groups, -1, 1)).reshape(-1)
 
 
