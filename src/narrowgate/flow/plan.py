@@ -16,7 +16,7 @@ from narrowgate.flow.decide import Decision, decide, folds, wanted_constants
 from narrowgate.flow.replay import pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
-from narrowgate.flow.trace import ExampleInputs, trace
+from narrowgate.flow.trace import ExampleInputs, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 
@@ -131,6 +131,13 @@ def plan(
         raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
     if round_to < 1:
         raise ValueError(f"round_to must be 1 or above, got {round_to}")
+    with without_gc():
+        return _plan(model, example_inputs, layout, constants, round_to, training)
+
+
+def _plan(
+    model: nn.Module, example_inputs: ExampleInputs, layout: str, constants: str, round_to: int, training: bool
+) -> Plan:
     plain = ungated(model)
     closed = closed_gates(model) if training else None
     flow = Flow(trace(plain, example_inputs), plain, constants, closed).run(RULES)

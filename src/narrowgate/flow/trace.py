@@ -56,7 +56,7 @@ def layer_of(node: Node) -> str:
 def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
     """Trace an ungated model with torch.export; the model is left in the mode it was in."""
     args, kwargs = call_arguments(example_inputs)
-    with _mode(model, train), torch.no_grad(), without_gc(), warnings.catch_warnings():
+    with _mode(model, train), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _no_stack_traces():
@@ -119,7 +119,7 @@ def _no_stack_traces() -> Iterator[None]:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Tracing makes many small objects and frees few: collecting garbage on the way costs a fifth of the time."""
+    """Planning makes many small objects and frees few: collecting garbage on the way costs a fifth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
