@@ -228,3 +228,23 @@ def test_weights_that_prune_computes_are_named_with_the_remedy():
     prune.remove(model[0], "weight")
     plan = ng.plan(model, image())
     assert len(kept(plan, "0.weight")) == 3
+
+
+@pytest.mark.parametrize("functionalised", [False, True])
+def test_a_zero_scale_that_is_about_to_learn_stays(functionalised):
+    """A write through a view makes the trace functional, where BatchNorm is another operation."""
+
+    def body(net, x):
+        if functionalised:
+            x = x.clone()
+            x[:, :, 0] += 1
+        return net.last(F.relu(net.bn(net.conv(x))))
+
+    model = settle_(Net(body, conv=nn.Conv2d(3, 6, 3), bn=nn.BatchNorm2d(6), last=nn.Conv2d(6, 2, 1)), image())
+    gates = ng.attach_gates_(model)
+    gates["conv"].close_(torch.arange(6) == 0)
+    with torch.no_grad():
+        model.bn.weight[3:] = 0
+        model.bn.bias.zero_()
+    assert kept(ng.plan(model, image()), "conv.weight") == [1, 2]
+    assert set(kept(ng.plan(model, image(), training=True), "conv.weight") or range(6)) >= {1, 2, 3, 4, 5}

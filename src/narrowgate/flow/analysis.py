@@ -90,16 +90,14 @@ class Flow:
     # -- labels ------------------------------------------------------------------------------------------------------
     def labels_of(self, name: str, axis: int) -> Labels:
         """The labels of one axis of a parameter or buffer, made at first sight."""
-        key = (name, axis)
-        if key not in self.axis_labels:
-            size = self.tensors[name].shape[axis]
-            self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
-            self.label_count += size
-        return self.axis_labels[key]
+        return self._labels(name, axis, self.tensors[name].shape[axis])
 
     def input_labels_of(self, weight: str, size: int) -> Labels:
         """Labels for all inputs of a grouped convolution, whose weight has an axis for one group's inputs only."""
-        key = (weight, GROUPED_INPUTS)
+        return self._labels(weight, GROUPED_INPUTS, size)
+
+    def _labels(self, name: str, axis: int, size: int) -> Labels:
+        key = (name, axis)
         if key not in self.axis_labels:
             self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
             self.label_count += size

@@ -322,24 +322,16 @@ def _cat_channels(flow: Flow, node: Node, reads: list[Node], states: list[State]
 
 
 def pixel_shuffle(flow: Flow, node: Node) -> None:
-    """Groups of r * r channels become one: they stay or go together."""
+    """Groups of r * r channels become one and stay or go together; unshuffling makes r * r of each."""
     state = flow.state(flow.reads(node, node.args[0]))
     axis = len(state.shape) - 3
     if state.axis != axis:
         wall_rule(flow, node)
         return
-    factor = int(node.args[1])  # type: ignore[arg-type]
-    put_moved(flow, node, axis, np.arange(len(state.labels)).reshape(-1, factor * factor))
-
-
-def pixel_unshuffle(flow: Flow, node: Node) -> None:
-    state = flow.state(flow.reads(node, node.args[0]))
-    axis = len(state.shape) - 3
-    if state.axis != axis:
-        wall_rule(flow, node)
-        return
-    factor = int(node.args[1])  # type: ignore[arg-type]
-    put_moved(flow, node, axis, np.repeat(np.arange(len(state.labels)), factor * factor)[:, None])
+    area = int(node.args[1]) ** 2  # type: ignore[arg-type]
+    channels = np.arange(len(state.labels))
+    shuffles = op_name(node) == "pixel_shuffle"
+    put_moved(flow, node, axis, channels.reshape(-1, area) if shuffles else np.repeat(channels, area)[:, None])
 
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
@@ -354,5 +346,5 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     "repeat": repeat,
     "getitem": getitem,
     "pixel_shuffle": pixel_shuffle,
-    "pixel_unshuffle": pixel_unshuffle,
+    "pixel_unshuffle": pixel_shuffle,
 }

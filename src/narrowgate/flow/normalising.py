@@ -18,55 +18,48 @@ from narrowgate.flow.trace import layer_of, op_name
 
 def batch_norm(flow: Flow, node: Node) -> None:
     """One affine map a channel; a constant goes through it, and a scale of 0 leaves the shift alone."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
-    computed = any(arg(node, i, "") is not None and names[i - 1] is None for i in range(1, 5))
-    if state.axis not in (1, None) or computed:
-        wall_rule(flow, node, "its statistics are computed, or its channels are elsewhere")
-        return
-    size = state.shape[1]
-    labels = state.labels if state.axis == 1 else np.full(size, PINNED)
-    for name in names:
-        if name is not None:
-            flow.tie(labels, flow.labels_of(name, 0)) if state.axis == 1 else flow.pin(
-                flow.labels_of(name, 0), f"for the input of {layer_of(node)}"
-            )
-    scale, shift, mean, variance = (_vector(flow, name, size) for name in names)
-    if scale is not None and not flow.can_be_zero(str(names[0])):
-        scale = np.where(scale == 0, 1.0, scale)  # a zero-initialised scale is about to learn
-    trains = bool(arg(node, 5, "training")) or flow.closed is not None
-    values = state.along(1)
-    dtype = node.meta["val"].dtype
-    if trains or mean is None or variance is None:
-        values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
-    else:
-        values = _standardise(values, (mean, variance, scale, shift), float(arg(node, 7, "eps")), dtype)
-    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, labels, values))
+    result = _batch_norm(flow, node, node.meta["val"], bool(arg(node, 5, "training")), float(arg(node, 7, "eps")))
+    if result is not None:
+        _put_per_channel(flow, node, flow.reads(node, node.args[0]), result)
 
 
 def batch_norm_functional(flow: Flow, node: Node) -> None:
     """BatchNorm in eval mode as functionalised graphs have it: a tuple whose first part is the result."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
-    if state.axis != 1 or names[2] is None or names[3] is None:
-        wall_rule(flow, node)
-        return
-    for name in names:
-        if name is not None:
-            flow.tie(state.labels, flow.labels_of(name, 0))
-    scale, shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names)
-    assert mean is not None and variance is not None
-    dtype = node.meta["val"][0].dtype
-    values = _standardise(state.values, (mean, variance, scale, shift), float(arg(node, 6, "eps")), dtype)
     parts = [tuple(int(s) for s in v.shape) for v in node.meta["val"]]
-    result = labelled(parts[0], 1, state.labels, values)
+    result = _batch_norm(flow, node, node.meta["val"][0], False, float(arg(node, 6, "eps")))
+    if result is None:
+        return
+    read, varies = flow.reads(node, node.args[0]), result.varies
 
     def backward(live: Any) -> None:
-        flow.mark(read, live[0] & result.varies)
+        flow.mark(read, live[0] & varies)
 
     flow.put(node, [result, *(unlabelled(shape) for shape in parts[1:])], backward)
+
+
+def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float) -> State | None:
+    """The result of a BatchNorm, or None where it is a wall; couples its four vectors with the channels."""
+    state = flow.state(flow.reads(node, node.args[0]))
+    names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
+    computed = any(arg(node, i, "") is not None and names[i - 1] is None for i in range(1, 5))
+    if state.axis not in (1, None) or computed:
+        wall_rule(flow, node, "its statistics are computed, or its channels are elsewhere")
+        return None
+    labels = state.labels if state.axis == 1 else np.full(state.shape[1], PINNED)
+    for name in names:
+        if name is not None and state.axis == 1:
+            flow.tie(labels, flow.labels_of(name, 0))
+        elif name is not None:
+            flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
+    scale, shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names)
+    if scale is not None and not flow.can_be_zero(str(names[0])):
+        scale = np.where(scale == 0, 1.0, scale)  # a zero-initialised scale is about to learn
+    values = state.along(1)
+    if training or flow.closed is not None or mean is None or variance is None:
+        values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
+    else:
+        values = _standardise(values, (mean, variance, scale, shift), eps, out.dtype)
+    return labelled(tuple(int(size) for size in out.shape), 1, labels, values)
 
 
 def instance_norm(flow: Flow, node: Node) -> None:

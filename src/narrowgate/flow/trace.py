@@ -56,7 +56,7 @@ def layer_of(node: Node) -> str:
 def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
     """Trace an ungated model with torch.export; the model is left in the mode it was in."""
     args, kwargs = call_arguments(example_inputs)
-    with _mode(model, train), torch.no_grad(), warnings.catch_warnings():
+    with in_mode(model, train), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _no_stack_traces():
@@ -130,7 +130,8 @@ def without_gc() -> Iterator[None]:
 
 
 @contextmanager
-def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
+    """Put a model in training or eval mode, and every module back as it was."""
     before = [(module, module.training) for module in model.modules()]
     model.train(train)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from narrowgate.flow.trace import ExampleInputs, call_arguments
+from narrowgate.flow.trace import ExampleInputs, call_arguments, in_mode
 
 # Relative to the spread of outputs: what rounding explains in each precision, or this many times the measured noise.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -58,7 +57,7 @@ def verify(
     """
     args, kwargs = call_arguments(example_inputs)
     worst: Verification | None = None
-    with _eval(model), _eval(small), torch.no_grad():
+    with in_mode(model, False), in_mode(small, False), torch.no_grad():
         for batch in _batches(args, kwargs):
             result = _compare(model, small, batch, tolerance)
             if worst is None or not result.relative_error <= worst.relative_error:
@@ -153,14 +152,3 @@ def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Sequence) and not isinstance(output, Tensor):
         return [tensor for part in output for tensor in _tensors(part)]
     return [output] if isinstance(output, Tensor) else []
-
-
-@contextmanager
-def _eval(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
