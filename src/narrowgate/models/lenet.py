@@ -10,16 +10,17 @@ class LeNet5(nn.Module):
     """20-50-800-500: two 5x5 convolutions and two linear layers for images of 1 x 28 x 28.
 
     ``gate_inputs`` asks ``attach_gates_`` for gates on the 800 flattened features as well, the paper's third group.
+    The paper trains it without biases: ``bias=False``.
     """
 
     gate_inputs = ("fc1",)
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, bias: bool = True) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 20, 5)
-        self.conv2 = nn.Conv2d(20, 50, 5)
-        self.fc1 = nn.Linear(800, 500)
-        self.fc2 = nn.Linear(500, classes)
+        self.conv1 = nn.Conv2d(1, 20, 5, bias=bias)
+        self.conv2 = nn.Conv2d(20, 50, 5, bias=bias)
+        self.fc1 = nn.Linear(800, 500, bias=bias)
+        self.fc2 = nn.Linear(500, classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)

@@ -35,28 +35,28 @@ class PreActBottleneck(nn.Module):
 class PreActResNet(nn.Module):
     """A pre-activation ResNet of depth 9n + 2 in three stages of width 16, 32 and 64, times four at their ends."""
 
-    def __init__(self, depth: int = 164, classes: int = 100, dropout: float = 0.1) -> None:
+    def __init__(self, depth: int = 164, classes: int = 100, dropout: float = 0.1, channels: int = 3) -> None:
         super().__init__()
         blocks, rest = divmod(depth - 2, 9)
         if rest or blocks < 1:
             raise ValueError(f"depth must be 9n + 2 (11, 20, 29, ..., 164), got {depth}")
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        width_in = 16
+        self.conv1 = nn.Conv2d(channels, width_in, 3, padding=1, bias=False)
         self.stages = nn.Sequential()
-        channels = 16
         for width, stride in ((16, 1), (32, 2), (64, 2)):
             stage = nn.Sequential()
             for i in range(blocks):
-                stage.append(PreActBottleneck(channels, width, stride if i == 0 else 1, dropout))
-                channels = 4 * width
+                stage.append(PreActBottleneck(width_in, width, stride if i == 0 else 1, dropout))
+                width_in = 4 * width
             self.stages.append(stage)
-        self.bn = nn.BatchNorm2d(channels)
-        self.fc = nn.Linear(channels, classes, bias=False)
+        self.bn = nn.BatchNorm2d(width_in)
+        self.fc = nn.Linear(width_in, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.stages(self.conv1(x))))
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-def resnet164(classes: int = 100, dropout: float = 0.1) -> PreActResNet:
+def resnet164(classes: int = 100, dropout: float = 0.1, channels: int = 3) -> PreActResNet:
     """The paper's ResNet-164."""
-    return PreActResNet(164, classes, dropout)
+    return PreActResNet(164, classes, dropout, channels)

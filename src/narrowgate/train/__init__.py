@@ -1,0 +1,1 @@
+"""Training: recipes, data, and an engine that shrinks the network as it goes."""

@@ -1,0 +1,65 @@
+"""Random crop and flip, and normalisation, as tensor operations that a CUDA graph can hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def seeded(name: str, *numbers: int) -> torch.Generator:
+    """A CPU generator that depends on a name and some numbers alone; neighbouring numbers give unrelated streams."""
+    text = " ".join([name, *(str(int(number)) for number in numbers)])
+    # PyTorch's CPU generator looks at the lower 32 bits of a seed only, so the hash has to fill those.
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+
+
+def draw(count: int, seed: int, epoch: int, padding: int) -> Tensor:
+    """Each image's (dy, dx, flip) in one epoch, as int16 [count, 3] on the CPU: a function of its arguments alone."""
+    if padding < 0:
+        raise ValueError(f"padding must be 0 or more, got {padding}")
+    generator = seeded("narrowgate crop-flip", seed, epoch)
+    draws = torch.empty(count, 3, dtype=torch.int16)
+    draws[:, :2] = torch.randint(2 * padding + 1, (count, 2), generator=generator, dtype=torch.int16)
+    draws[:, 2] = torch.randint(2, (count,), generator=generator, dtype=torch.int16)
+    return draws
+
+
+def crop_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
+    """Images [B, C, H, W] moved and mirrored as drawn: what zero-padding, cropping and then flipping would give.
+
+    One gather from computed places: no padded copy, no loop, and nothing that makes the host wait for the device.
+    """
+    if images.dim() != 4 or draws.shape != (len(images), 3):
+        raise ValueError(
+            f"crop_flip takes images [B, C, H, W] and draws [B, 3], got {list(images.shape)} and {list(draws.shape)}"
+        )
+    batch, channels, height, width = images.shape
+    dy, dx, flip = draws.long().unsqueeze(2).unbind(1)
+    column = torch.arange(width, device=images.device)
+    rows = torch.arange(height, device=images.device) + (dy - padding)
+    columns = torch.where(flip.bool(), width - 1 - column, column) + (dx - padding)
+    near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+    inside = (near_rows == rows).unsqueeze(2) & (near_columns == columns).unsqueeze(1)
+    places = near_rows.unsqueeze(2) * width + near_columns.unsqueeze(1)
+    flat = places.view(batch, 1, -1).expand(-1, channels, -1)
+    moved = images.reshape(batch, channels, -1).gather(2, flat).view(batch, channels, height, width)
+    return moved * inside.unsqueeze(1)
+
+
+class Normalise:
+    """uint8 images [B, C, H, W] to float32, ``(x / 255 - mean) / std`` by channel, on one device."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device | str = "cpu") -> None:
+        if len(mean) != len(std) or not all(value > 0 for value in std):
+            raise ValueError(f"mean and std must be as many, and std above 0; got {tuple(mean)} and {tuple(std)}")
+        centre = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1)
+        spread = torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
+        self.scale = (1 / (255 * spread)).float().to(device)
+        self.shift = (-centre / spread).float().to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self.shift, images.float(), self.scale)
