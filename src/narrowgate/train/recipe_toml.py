@@ -1,0 +1,54 @@
+"""TOML for recipes: read with the standard library, written by a few lines, overridden by ``table.key=value``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["TOMLDecodeError", "parse_toml", "parse_value", "write_value"]
+
+TOMLDecodeError = tomllib.TOMLDecodeError
+
+
+def parse_toml(text: str) -> dict[str, object]:
+    """The tables of a TOML document; ``TOMLDecodeError`` says where it is wrong."""
+    return tomllib.loads(text)
+
+
+def parse_value(text: str) -> object:
+    """A value from a command line: TOML, or the text itself where that is a bare word such as ``off``."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except TOMLDecodeError:
+        if text.strip()[:1] in ("[", "{", '"', "'"):  # it was meant as TOML
+            raise
+        return text.strip()
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def write_value(value: object) -> str:
+    """A value as TOML, tables inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but JSON leaves DEL as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(write_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_write_key(str(key))} = {write_value(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    raise TypeError(f"a {type(value).__name__} can't be written")
+
+
+def _write_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else write_value(key)
