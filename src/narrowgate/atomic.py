@@ -1,4 +1,4 @@
-"""Folders that are replaced as a whole: a reader finds the old files or the new ones, never a mixture."""
+"""Files and folders that are replaced as a whole: a reader finds the old or the new, never a mixture."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
         _swap(new, target)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a file beside ``target`` and put it in its place; an error leaves the old one."""
+    new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        _write(new, content)
+        os.replace(new, target)
+        _sync_folder(target.parent)
+    except BaseException:
+        new.unlink(missing_ok=True)
         raise
 
 

@@ -1,0 +1,146 @@
+"""Trouble that a run can name: a loss that is no number, layers that closed for good, gates that do not close."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from narrowgate.gates import CLOSING_POINT
+from narrowgate.gateset import Gates
+from narrowgate.train.checkpoint import Checkpoints
+from narrowgate.train.finish import threshold_of
+from narrowgate.train.log import EpochRow
+from narrowgate.train.recipe import Recipe
+
+_NAMED = 3  # layers that a notice lists
+
+
+class TrainingError(RuntimeError):
+    """Training can't go on; the message says what to change."""
+
+
+class Watch:
+    """Looks at the numbers of each epoch; it says each thing once.
+
+    Args:
+        steps: of the optimizer in an epoch.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, steps: int) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._steps = steps
+        self._collapsed: set[str] = set()
+        self._told_no_progress = False
+
+    def check(self, row: EpochRow) -> None:
+        """Raise TrainingError if the epoch's loss is NaN or infinite."""
+        if math.isfinite(row.train_loss):
+            return
+        recipe, folder = self._recipe, self._folder / "checkpoints"
+        epochs = Checkpoints(folder, keep=1).epochs()
+        kept = (
+            f"the last checkpoint before that, of epoch {epochs[0]}, is in {folder}" if epochs else "nothing is saved"
+        )
+        remedies = [f"a lower optimizer.lr (it is {recipe.optimizer.lr:g}, try {recipe.optimizer.lr / 3:.2g})"]
+        if recipe.lr.warmup == 0:
+            remedies.append("lr.warmup = 5")
+        if recipe.train.precision != "32":
+            remedies.append(f'train.precision = "32" (it is "{recipe.train.precision}")')
+        raise TrainingError(
+            f"the training loss of epoch {row.epoch} is {row.train_loss}; {kept}. Start again in another folder with "
+            + " or ".join(remedies)
+        )
+
+    def notices(self, row: EpochRow, gates: Gates) -> list[str]:
+        """What a person should know after this epoch and was not told yet."""
+        sizes = [gate.size for gate in gates.modules()]
+        with torch.no_grad():
+            device = gates.parameters()[0].device
+            flat = torch.cat([gate.final_value().reshape(-1).to(device) for gate in gates.modules()])
+        values = dict(zip(gates, torch.split(flat.float().cpu(), sizes), strict=True))  # one transfer for all layers
+        found = [self._collapse(row, values), self._no_progress(row, values)]
+        return [notice for notice in found if notice]
+
+    def _collapse(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
+        closed = [name for name, value in values.items() if name not in self._collapsed and not value.any()]
+        first = not self._collapsed
+        self._collapsed.update(closed)
+        if not closed:
+            return ""
+        more = f" and {len(closed) - _NAMED} more" if len(closed) > _NAMED else ""
+        what = f"epoch {row.epoch}: all gates are closed on {', '.join(closed[:_NAMED])}{more}"
+        if not first:
+            return what
+        return (
+            f"{what}. A residual branch may go like that; in a layer that everything passes through, nothing is left "
+            f"to learn from. Then lower penalty.strength (it is {row.strength:g}), leave the layer out with "
+            f'gates.skip = ["{closed[0]}"], or in a loop of your own call gates.reopen_("{closed[0]}")'
+        )
+
+    def _no_progress(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
+        early, steered = 3 * row.epoch < row.epochs, bool(self._recipe.budget.target)
+        if self._told_no_progress or early or steered or row.strength == 0 or row.closed > 0:
+            return ""
+        threshold = threshold_of(self._recipe)
+        if any(bool((value <= threshold).any()) for value in values.values()):
+            return ""
+        self._told_no_progress = True
+        smallest = min(float(value.min()) for value in values.values() if value.numel())
+        return (
+            f"epoch {row.epoch} of {row.epochs}: no gate has closed yet, the smallest value is {smallest:.2g}. "
+            f"{self._estimate(row)}{self._placement()}"
+        )
+
+    def _estimate(self, row: EpochRow) -> str:
+        """How far the penalty can move a gate in this run, and what strength would do."""
+        recipe = self._recipe
+        if recipe.optimizer.kind != "sgd" or recipe.penalty.kind == "l0":
+            return f"Raise penalty.strength (it is {row.strength:g}), for example to {3 * row.strength:.2g}"
+        usual = 0.5 if recipe.gates.kind == "linear" else 1.0
+        start = usual if recipe.gates.init is None else recipe.gates.init
+        need = abs(start) - (CLOSING_POINT if recipe.gates.kind == "exponential" else 0.0)
+        so_far, whole = (reach_of(recipe, self._steps, start, epochs) for epochs in (row.epoch, row.epochs))
+        text = (
+            f"From {start:g} to closed is {need:.2g}; at lr * strength / (1 - momentum) a step, times its slope, the "
+            f"penalty moves a gate by {so_far:.2g} until now and {whole:.2g} over the whole run. "
+        )
+        if recipe.penalty.kind.startswith("bounded") and abs(start) > 4 * row.sigma:
+            return text + f"Open gates hardly feel a norm so narrow: raise penalty.sigma (it is {row.sigma:g})"
+        if whole < 1.5 * need:
+            return (
+                text + f"Multiply penalty.strength (it is {row.strength:g}) by {2 * need / whole:.2g}, or train longer"
+            )
+        why = "So the loss holds them open" if so_far > 1.5 * need else "They may close later"
+        return text + f"{why}: a higher penalty.strength (it is {row.strength:g}) closes more, and sooner"
+
+    def _placement(self) -> str:
+        if self._recipe.gates.kind == "linear" or self._recipe.gates.placement != "after-norm":
+            return ""
+        return '. With gates.placement = "before-norm" the norm undoes a gate\'s scale, and only the penalty moves it'
+
+
+def reach_of(recipe: Recipe, steps: int, size: float, epochs: int) -> float:
+    """How far the penalty alone moves a gate in the first epochs under SGD, were its slope that at ``size`` all along.
+
+    The sum over all steps of ``lr * strength / (1 - momentum)`` times the slope of the penalty at ``size``.
+    """
+    strength, sigma = recipe.strength_schedule(), recipe.sigma_schedule()
+    speed = steps * recipe.gates.lr_factor / (1 - recipe.optimizer.momentum)
+    return speed * sum(
+        recipe.lr_at(epoch) * strength(epoch) * _slope(recipe, abs(size), sigma(epoch)) for epoch in range(epochs)
+    )
+
+
+def _slope(recipe: Recipe, size: float, sigma: float) -> float:
+    """The derivative of the recipe's norm at a gate's size."""
+    kind = recipe.penalty.kind
+    if kind == "l1":
+        return 1 / sigma
+    if kind == "l2":
+        return size
+    p = recipe.penalty.p or 1.0
+    ratio = max(size, CLOSING_POINT) / sigma
+    return float(p / sigma * ratio ** (p - 1) * math.exp(-(ratio**p)))

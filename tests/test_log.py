@@ -1,0 +1,132 @@
+"""The logs of a run: valid JSON whatever the numbers are, and one line an epoch however often it was killed."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from math import inf, nan
+
+import pytest
+import torch
+from helpers import gates_at
+
+from narrowgate.train.log import EpochRow, RunLog
+
+
+def row(epoch=1, epochs=4, **changes):
+    values = EpochRow(
+        epoch=epoch,
+        epochs=epochs,
+        lr=0.1,
+        strength=1e-4,
+        sigma=2.0,
+        train_loss=1 / epoch,
+        train_accuracy=0.5,
+        accuracy=0.25,
+        closed=0.125,
+        parameters=1000,
+        multiply_adds=2000,
+        seconds=1.5,
+        images_per_second=1e4,
+    )
+    return dataclasses.replace(values, **changes)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_an_epoch_is_in_the_file_at_once(tmp_path):
+    log = RunLog(tmp_path / "run", tensorboard=False)
+    assert not (tmp_path / "run").exists()
+    for epoch in (1, 2):
+        log.epoch(row(epoch, event="shrunk 10 -> 5" if epoch == 2 else ""), None)
+        assert [line["epoch"] for line in lines(tmp_path / "run")] == list(range(1, epoch + 1))
+    assert lines(tmp_path / "run")[1] == dataclasses.asdict(row(2, event="shrunk 10 -> 5"))
+    log.close()
+    log.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.epoch(row(train_loss=nan, lr=inf, accuracy=None, sigma=-inf), None)
+    log.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [line[key] for key in ("train_loss", "lr", "accuracy", "sigma")] == [None] * 4
+    assert line["closed"] == 0.125
+
+
+@pytest.mark.parametrize("torn", ["", '{"epoch": 4, "epo', '{"epoch": 4}\n[]\n\x00\x00'])
+def test_rewinding_drops_epochs_that_run_again(tmp_path, torn):
+    log = RunLog(tmp_path, tensorboard=False)
+    for epoch in (1, 2, 3):
+        log.epoch(row(epoch), None)
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    log = RunLog(tmp_path, tensorboard=False)
+    log.rewind(2)
+    assert [line["epoch"] for line in lines(tmp_path)] == [1, 2]
+    log.epoch(row(3, train_loss=7.0), None)
+    assert [line["train_loss"] for line in lines(tmp_path)] == [1.0, 0.5, 7.0]
+    log.rewind(0)
+    assert lines(tmp_path) == []
+    log.epoch(row(1), None)
+    log.close()
+    assert [line["epoch"] for line in lines(tmp_path)] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rewinding_what_does_not_exist(tmp_path):
+    RunLog(tmp_path / "run").rewind(3)
+    assert not (tmp_path / "run").exists()
+
+
+def events(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"), {"histograms": 0, "scalars": 0})
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_scalars_histograms_and_one_value_an_epoch(tmp_path):
+    pytest.importorskip("tensorboard")
+    gates = gates_at(0.0, 1.0, 2.0, dtype=torch.float32)
+    log = RunLog(tmp_path)
+    for epoch in range(1, 51):
+        accuracy = None if epoch % 2 else epoch / 100
+        log.epoch(row(epoch, epochs=100, accuracy=accuracy, event="shrunk" if epoch == 9 else ""), gates)
+    log.close()
+    log = RunLog(tmp_path)
+    log.rewind(40)
+    for epoch in (41, 42):
+        log.epoch(row(epoch, epochs=100, train_loss=7.0), gates)
+    log.close()
+    found = events(tmp_path)
+    loss = {event.step: event.value for event in found.Scalars("loss/train")}
+    assert list(loss) == list(range(1, 43)) and loss[40] == pytest.approx(1 / 40) and loss[41] == 7.0
+    assert [event.step for event in found.Scalars("accuracy/held_out")] == [*range(2, 41, 2), 41, 42]
+    assert {"gates/closed", "size/parameters", "size/multiply_adds", "schedule/lr"} <= set(found.Tags()["scalars"])
+    (name,) = found.Tags()["histograms"]
+    assert name == "gates/0"
+    histograms = found.Histograms(name)
+    assert [event.step for event in histograms] == list(range(5, 41, 5))
+    assert histograms[0].histogram_value.num == 3 and histograms[0].histogram_value.min == 0
+
+
+def test_no_tensorboard_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = RunLog(tmp_path)
+    with pytest.warns(UserWarning, match="tensorboard is not installed.*pip install tensorboard") as caught:
+        for epoch in (1, 2):
+            log.epoch(row(epoch), gates_at(1.0))
+    log.close()
+    assert len(caught) == 1
+    assert len(lines(tmp_path)) == 2 and not (tmp_path / "tensorboard").exists()
+
+
+def test_importing_the_log_does_not_import_tensorboard():
+    program = "import sys, narrowgate.train.log; sys.exit('tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
