@@ -14,8 +14,8 @@ from narrowgate.attach import KINDS as GATES
 from narrowgate.penalties import KINDS as PENALTIES
 from narrowgate.schedules import Constant, Exponential, LinearThenExponential, Stepped, paper
 from narrowgate.train.recipe import LrPart, ModelPart, PenaltyPart, Recipe, RecipeError, TrainPart
-from narrowgate.train.recipe_parts import PARTS
-from narrowgate.train.recipe_reference import reference
+from narrowgate.train.recipe.parts import PARTS
+from narrowgate.train.recipe.reference import reference
 
 ROOT = Path(__file__).parent.parent
 SMALL = '[model]\nname = "lenet5"\n\n[data]\nsource = "mnist"\n\n[train]\nepochs = 60\n'
@@ -358,7 +358,7 @@ def test_docs_hold_exactly_the_reference():
 
 
 def test_module_prints_the_reference():
-    command = [sys.executable, "-W", "ignore", "-m", "narrowgate.train.recipe"]
+    command = [sys.executable, "-m", "narrowgate.train.recipe"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == reference()
 

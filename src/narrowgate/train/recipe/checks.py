@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from narrowgate.schedules import Schedule
-from narrowgate.train.recipe_part import Part, RecipeError, kind_of, shown
-from narrowgate.train.recipe_parts import (
+from narrowgate.train.recipe.part import Part, RecipeError, kind_of, shown
+from narrowgate.train.recipe.parts import (
     BudgetPart,
     DataPart,
     GatesPart,
@@ -13,7 +13,7 @@ from narrowgate.train.recipe_parts import (
     PenaltyPart,
     TrainPart,
 )
-from narrowgate.train.recipe_values import Scheduled
+from narrowgate.train.recipe.values import Scheduled
 
 
 def refuse(remedy: str, *keys: tuple[Part, str]) -> RecipeError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 
 from narrowgate.schedules import Constant, Exponential, LinearThenExponential, Schedule, Stepped
-from narrowgate.train.recipe_toml import write_value
+from narrowgate.train.recipe.toml import write_value
 
 NONE = "none"
 """How a recipe writes that an optional number is absent; TOML itself has no such value."""
@@ -116,7 +116,7 @@ class Number(Kind):
         if isinstance(value, bool) or not isinstance(value, int if self.whole else Real):
             raise self.unfit(value)
         try:
-            number: int | float = value if self.whole else float(value)
+            number = int(value) if self.whole else float(value)
         except OverflowError:
             raise self.unfit(value) from None
         if not self.takes(number):
@@ -205,7 +205,7 @@ class Scheduled(Kind):
         return self.number.allowed
 
     def read(self, value: object) -> float | Schedule | None:
-        if isinstance(value, tuple(SCHEDULES.values())):
+        if callable(value) and isinstance(value, tuple(SCHEDULES.values())):
             return value
         if isinstance(value, Mapping):
             return _read_schedule(value)

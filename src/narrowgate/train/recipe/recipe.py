@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from narrowgate.schedules import Schedule, as_schedule
-from narrowgate.train.recipe_checks import check_together
-from narrowgate.train.recipe_part import Part, RecipeError
-from narrowgate.train.recipe_parts import (
+from narrowgate.train.recipe.checks import check_together
+from narrowgate.train.recipe.part import Part, RecipeError
+from narrowgate.train.recipe.parts import (
     PARTS,
     BudgetPart,
     CheckpointPart,
@@ -26,24 +26,8 @@ from narrowgate.train.recipe_parts import (
     ShrinkPart,
     TrainPart,
 )
-from narrowgate.train.recipe_reading import apply_overrides, parts_from, read_text, tables_from
-from narrowgate.train.recipe_toml import write_value
-
-__all__ = [
-    "BudgetPart",
-    "CheckpointPart",
-    "DataPart",
-    "FinishPart",
-    "GatesPart",
-    "LrPart",
-    "ModelPart",
-    "OptimizerPart",
-    "PenaltyPart",
-    "Recipe",
-    "RecipeError",
-    "ShrinkPart",
-    "TrainPart",
-]
+from narrowgate.train.recipe.reading import apply_overrides, parts_from, read_text, tables_from
+from narrowgate.train.recipe.toml import write_value
 
 _NOT_IN_DIGEST = {"data": ("path", "workers")}
 """Keys that leave the numbers alone: where the data lies, who reads it; all of [checkpoint] too."""
@@ -127,9 +111,3 @@ class Recipe:
     def sigma_schedule(self) -> Schedule:
         """The penalty's sigma by epoch."""
         return as_schedule("penalty.sigma", self.penalty.sigma)
-
-
-if __name__ == "__main__":
-    from narrowgate.train.recipe_reference import reference
-
-    print(reference(), end="")

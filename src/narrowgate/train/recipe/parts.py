@@ -9,8 +9,8 @@ from narrowgate.attach import KINDS as GATES
 from narrowgate.attach import PLACEMENTS
 from narrowgate.penalties import KINDS as PENALTIES
 from narrowgate.schedules import Schedule
-from narrowgate.train.recipe_part import Part, key
-from narrowgate.train.recipe_values import Flag, Many, Number, Scheduled, Table, Target, Text
+from narrowgate.train.recipe.part import Part, key
+from narrowgate.train.recipe.values import Flag, Many, Number, Scheduled, Table, Target, Text
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from narrowgate.train.recipe_part import Part, kind_of
-from narrowgate.train.recipe_parts import PARTS
-from narrowgate.train.recipe_toml import write_value
+from narrowgate.train.recipe.part import Part, kind_of
+from narrowgate.train.recipe.parts import PARTS
+from narrowgate.train.recipe.toml import write_value
 
 
 def reference() -> str:

@@ -7,10 +7,10 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from narrowgate.train.recipe_part import Part, RecipeError, kind_of, shown
-from narrowgate.train.recipe_parts import PARTS
-from narrowgate.train.recipe_toml import TOMLDecodeError, parse_toml, parse_value
-from narrowgate.train.recipe_values import Table, Text, did_you_mean
+from narrowgate.train.recipe.part import Part, RecipeError, kind_of, shown
+from narrowgate.train.recipe.parts import PARTS
+from narrowgate.train.recipe.toml import TOMLDecodeError, parse_toml, parse_value
+from narrowgate.train.recipe.values import Table, Text, did_you_mean
 
 Tables = dict[str, dict[str, object]]
 

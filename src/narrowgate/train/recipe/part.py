@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import Field, fields
 from typing import Any, ClassVar
 
-from narrowgate.train.recipe_toml import write_value
-from narrowgate.train.recipe_values import Kind
+from narrowgate.train.recipe.toml import write_value
+from narrowgate.train.recipe.values import Kind
 
 
 class RecipeError(ValueError):
