@@ -19,14 +19,19 @@ from narrowgate.flow import (
 from narrowgate.measure import Summary, summarize
 from narrowgate.penalties import Penalty
 from narrowgate.storage import StorageError, load, save
+from narrowgate.train.budget import Budget
+from narrowgate.train.shrink import Shrinker, ShrinkWarning
 
 __all__ = [
+    "Budget",
     "CollapseError",
     "Gates",
     "Penalty",
     "Plan",
     "PlanError",
     "ReplayError",
+    "ShrinkWarning",
+    "Shrinker",
     "StorageError",
     "Summary",
     "TraceError",

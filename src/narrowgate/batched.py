@@ -27,6 +27,7 @@ from narrowgate.gated import (
 from narrowgate.gates import ExponentialGate, exponential_gate
 
 _ATTRIBUTE = "_narrowgate_layers"
+_ALIGNMENT = 16
 _CASTS_UNDER_AUTOCAST = (GatedConv1d, GatedConv2d, GatedConv3d, GatedLinear)
 
 
@@ -131,9 +132,16 @@ def _prepare(layers: dict[str, GatedLayer]) -> None:
             scaled = scaled.to(half)
         pieces = torch.split(scaled, [rows.shape[0] for _, _, rows in members])
         for (layer, key, _), piece in zip(members, pieces, strict=True):
-            made[id(layer)][key] = _unrows(piece, cast(Tensor, layer._parameters[key]))
+            made[id(layer)][key] = _unrows(_aligned(piece), cast(Tensor, layer._parameters[key]))
     for layer in layers.values():
         layer.__dict__[PREPARED] = (made[id(layer)]["weight"], made[id(layer)].get("bias"))
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """A piece that starts where a tensor of its own could: cuDNN's norms read 16 bytes at once, wherever it starts."""
+    if piece.device.type == "cuda" and piece.storage_offset() * piece.element_size() % _ALIGNMENT:
+        return piece.clone()
+    return piece
 
 
 def _values(layers: dict[str, GatedLayer]) -> dict[int, Tensor]:

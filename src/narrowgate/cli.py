@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 if TYPE_CHECKING:
@@ -11,6 +12,9 @@ _INSTALL = {
     "typer": 'pip install "narrowgate[cli]"',
     "rich": 'pip install "narrowgate[cli]"',
     "sklearn": 'pip install "narrowgate[cli]" scikit-learn',
+    "lightning": 'pip install "narrowgate[train]"',
+    "torchvision": 'pip install "narrowgate[train]"',
+    "timm": "pip install timm",
 }
 
 
@@ -73,5 +77,48 @@ def build_app() -> "typer.Typer":
         if outcome.closed == 0:
             typer.echo("No gate closed, so there is nothing to remove: raise --strength or --epochs.", err=True)
             raise typer.Exit(1)
+
+    @app.command()
+    def train(
+        recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has one for each row of the paper.")],
+        data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
+        out: Annotated[
+            Path | None,
+            typer.Option(metavar="FOLDER", help="Where the run goes.  [default: runs/ and the recipe's name]"),
+        ] = None,
+        settings: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change the recipe; can be given again."),
+        ] = None,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
+        ] = False,
+        download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data.")] = False,
+        accelerator: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, mps or auto.")] = "auto",
+        devices: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on each machine.")] = 1,
+        num_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+    ) -> None:
+        """Train, prune, verify and save the network that a recipe describes.
+
+        A run that was killed goes on with --resume.
+        """
+        from narrowgate.train.engine import run
+        from narrowgate.train.errors import EXPECTED
+        from narrowgate.train.recipe import Recipe
+
+        try:
+            run(
+                Recipe.load(recipe, settings or ()),
+                out or Path("runs") / recipe.stem,
+                data_path=data or None,
+                resume=resume,
+                download=download,
+                accelerator=accelerator,
+                devices=devices,
+                num_nodes=num_nodes,
+            )
+        except EXPECTED as error:
+            typer.echo(f"narrowgate: {error}", err=True)
+            raise typer.Exit(1) from None
 
     return app

@@ -19,9 +19,9 @@ from narrowgate.gates import Gate
 def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
     """Apply a plan to the model itself: parameters keep their identity, so optimizers and param groups stay valid.
 
-    State tensors of the optimizer that have their parameter's shape (momentum, Adam's moments) are cut along. Use a
-    plan made with ``training=True``, which trusts closed gates only. Exponential moving averages are models of their
-    own: call this on them with the same plan.
+    Gradients, and state tensors of the optimizer that have their parameter's shape (momentum, Adam's moments), are cut
+    along, and memory formats stay. Use a plan made with ``training=True``, which trusts closed gates only. Exponential
+    moving averages are models of their own: call this on them with the same plan.
     """
     if plan.layout != "aligned":
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
@@ -57,18 +57,25 @@ def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.
 
 @torch.no_grad()
 def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.optim.Optimizer | None) -> None:
-    shape = tensor.shape
-    new = (values if how is None else cut(values, how)).clone()
+    shape, grad = tensor.shape, tensor.grad
+    new = _like(values if how is None else cut(values, how), tensor)
     # A change of dtype makes autograd forget the old shape, which a loss that is still alive would hold it to.
     tensor.data = torch.empty(0, dtype=torch.float64 if tensor.dtype == torch.float32 else torch.float32)
     tensor.data = new
-    tensor.grad = None
+    tensor.grad = grad if grad is None or how is None else _like(cut(grad, how), grad)
     if optimizer is None or how is None:
         return
     state: dict[str, Any] = optimizer.state.get(tensor, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == shape:
-            state[key] = cut(value, how).clone()
+            state[key] = _like(cut(value, how), value)
+
+
+def _like(values: Tensor, old: Tensor) -> Tensor:
+    """A copy in the memory format of what it replaces: a cut alone would turn channels_last into contiguous."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = old.dim() in formats and old.stride(1) == 1 and old.stride(2) != 1
+    return values.clone(memory_format=formats[old.dim()] if last else torch.contiguous_format)
 
 
 def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
@@ -127,3 +134,6 @@ def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizer
         for group in optimizer.param_groups:
             if any(parameter is layer.weight for parameter in group["params"]):
                 group["params"].append(layer.bias)
+        # Fused SGD takes momentum for all parameters or for none; zero is what the first step would start from.
+        if isinstance(optimizer.state.get(cast(Tensor, layer.weight), {}).get("momentum_buffer"), Tensor):
+            optimizer.state[layer.bias] = {"momentum_buffer": torch.zeros_like(layer.bias)}

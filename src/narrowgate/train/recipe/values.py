@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
+from typing import cast
 
 from narrowgate.schedules import Constant, Exponential, LinearThenExponential, Schedule, Stepped
 from narrowgate.train.recipe.toml import write_value
@@ -116,7 +117,7 @@ class Number(Kind):
         if isinstance(value, bool) or not isinstance(value, int if self.whole else Real):
             raise self.unfit(value)
         try:
-            number = int(value) if self.whole else float(value)
+            number = cast(int, value) if self.whole else float(value)
         except OverflowError:
             raise self.unfit(value) from None
         if not self.takes(number):

@@ -1,0 +1,224 @@
+"""``Budget``: instead of a strength, a size to end at; the strength follows from how the gates move."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.flow.decide import CollapseError
+from narrowgate.flow.plan import plan
+from narrowgate.flow.surgery import compact
+from narrowgate.flow.trace import ExampleInputs
+from narrowgate.gates import Gate
+from narrowgate.measure.counts import summarize
+from narrowgate.penalties import Penalty
+from narrowgate.train.ranking import Ranking, gates_given_back, nearest
+from narrowgate.train.shrink import random_numbers_kept
+
+KINDS = ("params", "flops")
+BEGIN, ARRIVE = 0.3, 0.7  # from when on gates are closed, and when the target is met, as shares of the run
+TOLERANCE = 0.005  # a search ends this near to the target
+BOUNDS = (1e-7, 10.0)  # of the strength
+_RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the strength; it rises fast until gates move
+_LOOKS, _MANY = 30, 0.02  # how often to plan in a run, and which share of gates closing calls for a plan at once
+_ROUGH = 0.02  # near enough on the way
+_TRIES = 6  # to come nearer to the target than the order of the gates allows
+_STATE = {name.lstrip("_"): name for name in "_original _strength _goal _open _start _last _held _before".split()}
+_STATE |= {"holding": "holding", "left": "left"}
+
+
+def parse_target(text: str) -> tuple[str, float]:
+    """``"params: 30%"`` as ``("params", 0.3)``; ValueError says what is allowed."""
+    found = re.fullmatch(r"\s*(\w+)\s*:\s*([0-9.]+)\s*%\s*", text) if isinstance(text, str) else None
+    kind, number = (found[1], found[2]) if found else ("", "")
+    share = float(number) / 100 if re.fullmatch(r"\d*\.?\d+|\d+\.", number) else math.nan
+    if kind not in KINDS or not 0 < share < 1:
+        raise ValueError(
+            f"can't read the target {text!r}; write 'params: 30%' or 'flops: 50%': what is to be left of the network "
+            "without gates, above 0% and below 100%"
+        )
+    return kind, share
+
+
+class Budget:
+    """Moves a penalty's strength during training so that the run ends with a given share of the network left.
+
+    The gate that decides is the *marginal* one: closing it and all smaller ones would meet the target. The strength is
+    moved so that it comes to zero at 70 % of the epochs. From 30 % on, the smallest gates are closed in steps as well,
+    at first many and then few, so that the network gets used to its size. At 70 % the target is met whatever the gates
+    are, the penalty ends, and the target is held: gates that close are opened again, gates that open are closed. Each
+    layer keeps its largest gate.
+
+    Args:
+        target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
+        model: the gated model at full size.
+        epochs: how long the run is.
+        optimizer: the gates' momentum is cleared when the penalty ends.
+        threshold: gates below this count as closed, for linear gates that never are exactly.
+        layout, constants, round_to: how the final model will be planned; ``auto`` is counted as ``aligned``.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        penalty: Penalty,
+        epochs: int,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        threshold: float = 0.0,
+        layout: str = "aligned",
+        constants: str = "exact",
+        round_to: int = 1,
+    ) -> None:
+        self.kind, self.target = parse_target(target)
+        if epochs < 1:
+            raise ValueError(f"epochs must be 1 or above, got {epochs}")
+        self.model = model
+        self.example_inputs = example_inputs
+        self.penalty = penalty
+        self.epochs = epochs
+        self.optimizer = optimizer
+        self.threshold = threshold
+        counted = "aligned" if layout == "auto" else layout
+        self.options: dict[str, Any] = {"layout": counted, "constants": constants, "round_to": round_to}
+        self.holding = False
+        self.left = 1.0
+        full = summarize(model, example_inputs)
+        self._original = full.parameters if self.kind == "params" else full.multiply_adds
+        self._strength = penalty.strength or 1e-4
+        self._goal = self._open = penalty.gates.count  # open gates at the target, and at the last look
+        self._start = 0.0  # the marginal gate's size at first
+        self._last: float | None = None  # and an epoch ago
+        self._held = ""  # which gates were closed when the target was last met
+        self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
+        self._check_reach(target)
+        penalty.strength = self._strength
+
+    def _check_reach(self, target: str) -> None:
+        ranks = Ranking(self._modules, self._before, self.threshold)
+        least = self._left(ranks, ranks.most)
+        if least > self.target + _ROUGH:
+            raise ValueError(
+                f"the target {target!r} is out of reach: with one open gate left in each layer, {least:.1%} remain. "
+                "Gate more layers, or raise the target"
+            )
+
+    @property
+    def _modules(self) -> list[Gate]:
+        return self.penalty.gates.modules()
+
+    def step(self, epoch: int) -> float:
+        """Call after each epoch (counted from 0), before a ``Shrinker``: sets the penalty's strength and returns it."""
+        self.penalty.gates.values()  # raises if one is NaN
+        ranks = Ranking(self._modules, self._before, self.threshold)
+        last = epoch + 1 >= min(self.epochs, math.ceil(ARRIVE * self.epochs))
+        with random_numbers_kept(self.model):
+            if self._looks(epoch, ranks, last or self.holding):
+                self._look_(epoch, ranks, last or self.holding)
+        if not self.holding:
+            self._steer(epoch, ranks)
+        self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
+        self.penalty.strength = self._strength
+        return self._strength
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the controller stands, as plain JSON values."""
+        return {key: getattr(self, name) for key, name in _STATE.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        for key, name in _STATE.items():
+            setattr(self, name, state[key])
+        self.penalty.strength = self._strength
+
+    def _looks(self, epoch: int, ranks: Ranking, meet: bool) -> bool:
+        """Whether to plan, which costs seconds: now and then, after many closings, and to meet the target."""
+        if meet:
+            return ranks.digest != self._held
+        many = ranks.count - ranks.closed < (1 - _MANY) * self._open
+        return epoch % max(1, self.epochs // _LOOKS) == 0 or many
+
+    def _look_(self, epoch: int, ranks: Ranking, meet: bool) -> None:
+        """See how many gates are open at the target, and close what is due."""
+        self.left = self._left(ranks, ranks.closed)
+        known = {ranks.closed: self.left}
+        meet = meet or self.left <= self.target + TOLERANCE
+        closed = self._search(ranks, known, self.target, TOLERANCE if meet else _ROUGH)
+        self._goal = ranks.count - closed
+        if meet:
+            closed = self._come_nearer(ranks, known, closed)
+        else:
+            stage = min(1.0, max(0.0, ((epoch + 1) / self.epochs - BEGIN) / (ARRIVE - BEGIN)))
+            due = 1 - (1 - self.target) * (1 - (1 - stage) ** 3)
+            closed = ranks.closed if self.left < due + _ROUGH else self._search(ranks, known, due, _ROUGH)
+        ranks.close_(closed)
+        self.left, self._open = known[closed], ranks.count - closed
+        if meet:
+            self._held = Ranking(self._modules, self._before, self.threshold).digest
+            self._rest_()
+
+    def _search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
+        return nearest(lambda closed: self._left(ranks, closed), target, known, ranks.most, tolerance)
+
+    def _come_nearer(self, ranks: Ranking, known: dict[int, float], closed: int) -> int:
+        """In a small network one gate may be worth several points: leave out the one that leads past the target."""
+        for _ in range(_TRIES):
+            above = [count for count, left in known.items() if left > self.target]
+            if abs(known[closed] - self.target) <= 2 * TOLERANCE or not above or max(above) >= ranks.most - 1:
+                break
+            order, before = ranks.order, dict(known)
+            ranks.postpone(max(above))
+            for count in [count for count in known if count > max(above)]:
+                del known[count]
+            again = self._search(ranks, known, self.target, TOLERANCE)
+            if abs(known[again] - self.target) >= abs(before[closed] - self.target):
+                ranks.order = order
+                known.update(before)
+                break
+            closed = again
+        return closed
+
+    def _steer(self, epoch: int, ranks: Ranking) -> None:
+        """Raise or lower the strength so that the marginal gate is on time."""
+        marginal = ranks.nth_largest(self._goal)
+        if self._last is None:
+            self._start = self._last = marginal
+            return
+        moved, self._last = self._last - marginal, marginal
+        wanted = marginal / max(1.0, ARRIVE * self.epochs - epoch - 1)
+        rise = _RISES[marginal < 0.95 * self._start]
+        factor = wanted / moved if moved * rise > wanted else rise
+        factor = max(factor, _FALL) if marginal > 0 else _FALL
+        self._strength = min(max(self._strength * factor, BOUNDS[0]), BOUNDS[1])
+
+    def _rest_(self) -> None:
+        """The penalty ends; momentum would go on pulling the gates down."""
+        if self.holding:
+            return
+        self.holding, self._strength = True, 0.0
+        for gate in self._modules:
+            for value in {} if self.optimizer is None else self.optimizer.state.get(gate.g, {}).values():
+                if isinstance(value, Tensor) and value.shape == gate.g.shape:
+                    value.zero_()
+
+    def _left(self, ranks: Ranking, closed: int) -> float:
+        """The share of the network that this many closed gates leave; the gates stay as they are."""
+        with gates_given_back(self._modules):
+            ranks.close_(closed)
+            return self._cost() / self._original
+
+    def _cost(self) -> float:
+        """Parameters or multiply-adds of the model without its closed channels; 0 for one that has collapsed."""
+        try:
+            made = plan(self.model, self.example_inputs, **self.options)
+        except CollapseError:
+            return 0.0
+        if self.kind == "params":
+            return float(made.parameters_after)
+        return float(summarize(compact(self.model, made), self.example_inputs).multiply_adds)

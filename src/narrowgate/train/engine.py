@@ -1,0 +1,181 @@
+"""``run``: train a recipe, on one process or many; the network shrinks as it goes, and a killed run goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from narrowgate.atomic import replace_file
+from narrowgate.storage import save as save_small
+from narrowgate.train.checkpoint import Checkpoints
+from narrowgate.train.data import Data, DataError, FolderData, load_data
+from narrowgate.train.feed import Place
+from narrowgate.train.finish import RESULT, Result, prune
+from narrowgate.train.recipe import Recipe, RecipeError
+from narrowgate.train.resume import restore, save
+from narrowgate.train.setup import Parts, make_optimizer
+from narrowgate.train.show import Show
+from narrowgate.train.training import Size, Training
+from narrowgate.train.watch import TrainingError
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from rich.console import Console
+
+RECIPE, CHECKPOINTS, SMALL = "recipe.toml", "checkpoints", "small"
+
+
+def run(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    data_path: str | None = None,
+    resume: bool = False,
+    download: bool = False,
+    accelerator: str = "auto",
+    devices: int = 1,
+    num_nodes: int = 1,
+    console: Console | None = None,
+) -> Result:
+    """Train, prune, verify and save what a recipe describes; everything it makes lies in ``folder`` afterwards.
+
+    Args:
+        data_path: where the data is, if not where the recipe says.
+        resume: go on from the last checkpoint in ``folder``, or start if there is none.
+        download: fetch a data set that torchvision knows.
+        devices: how many processes on this machine; each takes ``train.batch`` images a step.
+    """
+    folder = Path(folder)
+    fabric = launch(accelerator, devices, num_nodes)
+    place = Place(fabric.device, fabric.global_rank, fabric.world_size)
+    if (finished := _finished(folder, recipe, resume)) is not None:
+        return finished
+    data = _load(fabric, recipe, data_path, download)
+    with _numerics(recipe, place.device), Show(console, recipe.train.epochs, quiet=place.rank != 0) as show:
+        training = Training(recipe, folder, data, place, fabric, show)
+        fabric.barrier()  # every process has looked at the folder before the first one writes there
+        if place.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / RECIPE, recipe.to_toml().encode())
+        try:
+            checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep)
+            if resume:
+                restore(training, fabric.broadcast(checkpoints.latest() if place.rank == 0 else None))
+            while training.epoch < recipe.train.epochs:
+                save(training, checkpoints, training.one_epoch())
+            return _finish(training, folder)
+        finally:
+            training.close()
+
+
+def _finish(training: Training, folder: Path) -> Result:
+    """Remove, prove, fine-tune, test, and write the small network and the result."""
+    recipe, parts, place, started = training.recipe, training.parts, training.place, time.perf_counter()
+    earlier = None if training.shrinker is None else training.shrinker.plan
+    gated = training.accuracy(parts.model, "test")
+    closed = 0.0 if training.shrinker is None else training.shrinker.closed_fraction()  # without the threshold's
+    pruned = prune(parts.model, parts.gates, recipe, training.example, training.full.parameters, earlier)
+    size = Size.of(pruned.small, training.example)
+    if recipe.finish.finetune_epochs:
+        _fine_tune(training, pruned.small)
+    result = Result(
+        accuracy=training.accuracy(pruned.small, "test"),
+        accuracy_gated=gated,
+        validation_accuracy=training.accuracy(pruned.small, "held-out") if recipe.data.validation else None,
+        parameters=size.parameters,
+        parameters_full=training.full.parameters,
+        multiply_adds=size.multiply_adds,
+        multiply_adds_full=training.full.multiply_adds,
+        closed=closed,
+        max_error=None if pruned.verification is None else pruned.verification.max_error,
+        closed_by_threshold=pruned.closed_by_threshold,
+        finetune_epochs=recipe.finish.finetune_epochs,
+        epochs=recipe.train.epochs,
+        seconds=round(training.seconds + time.perf_counter() - started, 3),
+        device=_name_of(place.device),
+        processes=place.world,
+        recipe_digest=recipe.digest(),
+    )
+    if place.rank == 0:
+        save_small(pruned.small, pruned.plan, folder / SMALL)
+        result.save(folder)
+    training.show.summary(result, {row.layer: (row.total, row.kept) for row in pruned.plan.rows})
+    return result
+
+
+def _fine_tune(training: Training, small: nn.Module) -> None:
+    """Train the small network on, at one low learning rate and without a penalty."""
+    recipe = training.recipe
+    parts = Parts(small.train(), None, None, make_optimizer(recipe, small, None, training.place.device))
+    loop = training.loop_for(parts)
+    for i in range(recipe.finish.finetune_epochs):
+        epoch = recipe.train.epochs + i
+        training.seed_noise(epoch)
+        loss, _ = training.run_epoch(loop, epoch, lambda progress: recipe.finish.finetune_lr)
+        training.sync_buffers(small)
+        training.show.notice(f"fine-tuned {i + 1} of {recipe.finish.finetune_epochs} epochs, loss {loss:.4f}")
+    small.eval()
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
+    """Fabric with its processes started, or joined where torchrun started them."""
+    from lightning.fabric import Fabric
+
+    if torch.distributed.is_torchelastic_launched():  # torchrun was told how many
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_nodes = int(os.environ["WORLD_SIZE"]) // devices
+    strategy = "ddp" if devices * num_nodes > 1 else "auto"
+    # Precision stays ours: Fabric's autocast keeps a cache of casts, which a captured CUDA graph can't have.
+    try:
+        fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)
+    except (ValueError, RuntimeError) as error:
+        raise TrainingError(f"can't train with accelerator {accelerator!r} x {devices}: {error}") from error
+    fabric.launch()
+    return fabric
+
+
+def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
+    """Check that a folder is fit for this run; a finished run's result if there is one."""
+    kept = folder / RECIPE
+    if kept.exists() and not resume:
+        raise FileExistsError(f"{folder} holds a run: go on with --resume, or choose another folder with --out")
+    if kept.exists() and Recipe.load(kept).digest() != recipe.digest():
+        raise RecipeError(f"{kept} is not the recipe given: resume with that one, or choose another folder")
+    return Result.load(folder) if resume and (folder / RESULT).exists() else None
+
+
+def _load(fabric: Fabric, recipe: Recipe, path: str | None, download: bool) -> Data | FolderData:
+    """The recipe's data; what is wrong with it is raised when no process waits for this one any more."""
+    with fabric.rank_zero_first():  # one process downloads
+        try:
+            return load_data(recipe.data, path, download and fabric.global_rank == 0, recipe.train.seed)
+        except DataError as error:
+            problem = error
+    raise problem
+
+
+@contextmanager
+def _numerics(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The process's own settings for a run; all of them, and the random state, are given back."""
+    benchmark, strict = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.backends.cudnn.benchmark = not recipe.train.deterministic
+        if recipe.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)

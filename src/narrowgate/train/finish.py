@@ -1,0 +1,101 @@
+"""The end of a run: close by threshold, remove, prove, and say what came out."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from narrowgate.atomic import replace_file
+from narrowgate.attach import merge_gates_
+from narrowgate.flow import Plan, Verification, compact, plan, verify
+from narrowgate.flow.compose import compose
+from narrowgate.gateset import Gates
+from narrowgate.train.recipe import Recipe
+
+RESULT = "result.json"
+_LINEAR_THRESHOLD = 1e-4
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The small network, the plan that leads to it from the full-size one, and the proof."""
+
+    small: nn.Module
+    plan: Plan
+    verification: Verification | None
+    """None where the removal is not meant to be exact (``shrink.constants`` is fold or drop)."""
+    closed_by_threshold: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run ended with; ``result.json`` in its folder. Accuracies are shares of the test images, in float32."""
+
+    accuracy: float
+    accuracy_gated: float
+    validation_accuracy: float | None
+    parameters: int
+    parameters_full: int
+    multiply_adds: int
+    multiply_adds_full: int
+    closed: float
+    max_error: float | None
+    closed_by_threshold: int
+    finetune_epochs: int
+    epochs: int
+    seconds: float
+    device: str
+    processes: int
+    recipe_digest: str
+
+    @property
+    def pruned(self) -> float:
+        """The share of the full-size network's parameters that is gone."""
+        return 1 - self.parameters / self.parameters_full
+
+    def save(self, folder: Path) -> None:
+        """Write ``result.json``, whole or not at all."""
+        text = json.dumps({**asdict(self), "pruned": round(self.pruned, 6)}, indent=1)
+        replace_file(folder / RESULT, text.encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Result:
+        """The result of a finished run."""
+        data = json.loads((folder / RESULT).read_text())
+        data.pop("pruned")
+        return cls(**data)
+
+
+def threshold_of(recipe: Recipe) -> float:
+    """Below which a gate is closed at the end: as the recipe says, else the paper's 1e-4 for linear gates and 0."""
+    if recipe.finish.threshold is not None:
+        return recipe.finish.threshold
+    return _LINEAR_THRESHOLD if recipe.gates.kind == "linear" else 0.0
+
+
+def prune(
+    model: nn.Module, gates: Gates | None, recipe: Recipe, example: Tensor, full_size: int, earlier: Plan | None
+) -> Pruned:
+    """A smaller copy of the trained model as the recipe's ``[shrink]`` and ``[finish]`` say.
+
+    ``earlier`` is what was removed during training; the plan that comes back is for the full-size network.
+    """
+    closed = 0
+    if gates is not None and (threshold := threshold_of(recipe)) > 0:
+        closed = gates.close_below_(threshold)
+    if recipe.shrink.when == "off":
+        return Pruned(*_whole(model, full_size), None, closed)
+    part = recipe.shrink
+    last = plan(model, example, layout=part.layout, constants=part.constants, round_to=part.round_to)
+    small = compact(model, last)
+    proof = verify(model, small, example) if part.constants == "exact" else None
+    return Pruned(small, last if earlier is None else compose(earlier, last), proof, closed)
+
+
+def _whole(model: nn.Module, full_size: int) -> tuple[nn.Module, Plan]:
+    small = merge_gates_(copy.deepcopy(model))
+    return small, Plan("aligned", "exact", {}, {}, [], [], {}, full_size, full_size)

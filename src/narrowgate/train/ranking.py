@@ -1,0 +1,104 @@
+"""The order in which gates would close, and how many of them have to for a given size."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from narrowgate.gates import Gate, HardConcreteGate
+
+
+class Ranking:
+    """The gates in the order in which they would close: closed ones first, by what they were an epoch ago.
+
+    The largest gate of each layer comes last of all and is never closed, unless it was closed an epoch ago already.
+    """
+
+    def __init__(self, gates: list[Gate], before: list[list[float]], threshold: float) -> None:
+        self.gates = gates
+        self.open: list[Tensor] = []  # what each gate is set to if it stays, or is opened again
+        sizes, keys, spared, shut = [], [], [], []
+        for gate, numbers in zip(gates, before, strict=True):
+            now = gate.g.detach().flatten().double().cpu()
+            past = torch.tensor(numbers, dtype=torch.float64)
+            past = past if len(past) == len(now) else now  # it was cut in between
+            closed = (gate.final_value() <= threshold).flatten().cpu()
+            size = _size(gate, now).masked_fill(closed, 0.0)
+            key = torch.where(closed, _size(gate, past) * 1e-9, size)
+            self.open.append(torch.where(closed, past, now))
+            sizes.append(size)
+            keys.append(key)
+            spared.append((torch.arange(len(key)) == key.argmax()) & (key > 0))
+            shut.append(closed)
+        self.size = torch.cat(sizes)
+        self.count = len(self.size)
+        self.closed = int(torch.cat(shut).sum())
+        self.digest = hashlib.sha256(torch.cat(shut).numpy().tobytes()).hexdigest()
+        self.most = self.count - int(torch.cat(spared).sum())
+        self.order = torch.argsort(torch.cat(keys).masked_fill(torch.cat(spared), math.inf), stable=True)
+
+    def nth_largest(self, number: int) -> float:
+        """The size of the smallest gate among this many of the largest; 0 where it is closed."""
+        return float(self.size.sort(descending=True).values[min(max(number, 1), self.count) - 1])
+
+    def postpone(self, place: int) -> None:
+        """Let the gate at this place of the order be the last that may close."""
+        order = self.order.tolist()
+        order.insert(self.most - 1, order.pop(place))
+        self.order = torch.tensor(order)
+
+    @torch.no_grad()
+    def close_(self, count: int) -> None:
+        """Close this many of the smallest and open all others."""
+        closing = torch.zeros(self.count, dtype=torch.bool)
+        closing[self.order[:count]] = True
+        sizes = [len(g) for g in self.open]
+        for gate, mask, open_ in zip(self.gates, torch.split(closing, sizes), self.open, strict=True):
+            gate.g.copy_(open_.to(gate.g).view_as(gate.g))
+            gate.close_(mask.to(gate.g.device).view_as(gate.g))
+
+
+def _size(gate: Gate, g: Tensor) -> Tensor:
+    """How far gates are from closing."""
+    if isinstance(gate, HardConcreteGate):
+        return (g - math.log(-gate.stretch[0] / gate.stretch[1])).clamp(min=0.0)
+    return g.abs()
+
+
+def nearest(left: Callable[[int], float], target: float, known: dict[int, float], most: int, tolerance: float) -> int:
+    """The number up to ``most`` at which a falling function comes nearest to the target.
+
+    Every second guess is where the square root would be if it fell in a straight line: costs go with the product of a
+    layer's inputs and outputs. Each evaluation makes a plan, so all of them are kept in ``known``.
+    """
+    if max(known.values()) < target - tolerance:  # too many are closed: some have to open again
+        known[0] = left(0)
+    turn = 0
+    while True:
+        best = min(known, key=lambda count: abs(known[count] - target))
+        low = max((count for count, value in known.items() if value > target), default=most)
+        high = min((count for count, value in known.items() if value <= target and count > low), default=most + 1)
+        if abs(known[best] - target) <= tolerance or high - low <= 1:
+            return best
+        above, below, goal = (math.sqrt(value) for value in (known[low], known.get(high, 0.0), target))
+        line = low + round((high - low) * (above - goal) / (above - below))
+        middle = min(max((low + high) // 2 if turn % 2 else line, low + 1), high - 1)
+        known[middle] = left(middle)
+        turn += 1
+
+
+@contextmanager
+def gates_given_back(gates: list[Gate]) -> Iterator[None]:
+    """Gates that are closed for a try are afterwards as before."""
+    before = [gate.g.detach().clone() for gate in gates]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for gate, g in zip(gates, before, strict=True):
+                gate.g.copy_(g)

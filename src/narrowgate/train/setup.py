@@ -1,0 +1,82 @@
+"""From a recipe to what trains: the network, its gates, the penalty and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate import models
+from narrowgate.attach import attach_gates_
+from narrowgate.gateset import Gates
+from narrowgate.penalties import Penalty
+from narrowgate.train.recipe import Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A network at full size and everything that trains it."""
+
+    model: nn.Module
+    gates: Gates | None
+    penalty: Penalty | None
+    optimizer: torch.optim.Optimizer
+
+
+def plain_model(recipe: Recipe, classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    """The recipe's network without gates, with random weights."""
+    return models.build(recipe.model.name, classes, image_shape=image_shape, **recipe.model.options)
+
+
+def build(recipe: Recipe, classes: int, image_shape: tuple[int, int, int], device: torch.device) -> Parts:
+    """Everything at its start; seed PyTorch before."""
+    model = plain_model(recipe, classes, image_shape).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
+    model.train()
+    gates = _attach(recipe, model)
+    penalty = None
+    if gates is not None and (recipe.penalty.strength or recipe.budget.target):
+        penalty = Penalty(
+            gates, recipe.penalty.kind, recipe.strength_schedule(), recipe.sigma_schedule(), recipe.penalty.p
+        )
+    return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device))
+
+
+def _attach(recipe: Recipe, model: nn.Module) -> Gates | None:
+    part = recipe.gates
+    if part.kind == "none":
+        return None
+
+    def chosen(name: str, module: nn.Module) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in part.skip)
+
+    options: dict[str, Any] = {} if part.kind == "linear" else {"placement": part.placement}
+    try:
+        return attach_gates_(model, part.kind, where=chosen, init=part.init, **options)
+    except ValueError as error:
+        raise RecipeError(f"the gates of the recipe don't fit the network: {error}", "gates.kind") from error
+
+
+def make_optimizer(
+    recipe: Recipe, model: nn.Module, gates: Gates | None, device: torch.device
+) -> torch.optim.Optimizer:
+    """Weights in one group and gates in the last, which may have a weight decay and a speed of their own."""
+    part = recipe.optimizer
+    of_gates = {id(g) for g in gates.parameters()} if gates is not None else set()
+    weights = [p for p in model.parameters() if id(p) not in of_gates]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": part.weight_decay, "lr_factor": 1.0}]
+    if gates is not None:
+        decay = part.weight_decay if recipe.gates.weight_decay is None else recipe.gates.weight_decay
+        groups.append({"params": gates.parameters(), "weight_decay": decay, "lr_factor": recipe.gates.lr_factor})
+    # A captured graph reads the learning rate anew at every replay, so there it has to be a tensor.
+    cuda = device.type == "cuda"
+    for group in groups:
+        group["lr"] = torch.tensor(part.lr, device=device) if cuda else part.lr
+    rate: float | Tensor = torch.tensor(part.lr, device=device) if cuda else part.lr
+    if part.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, capturable=cuda, fused=True)
+    return torch.optim.SGD(groups, lr=rate, momentum=part.momentum, nesterov=part.nesterov, fused=True)

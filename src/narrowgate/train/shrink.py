@@ -1,0 +1,201 @@
+"""``Shrinker``: cut a model in place while it trains, gates and optimizer state included, and remember what went."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from narrowgate.flow.compose import compose
+from narrowgate.flow.decide import CollapseError
+from narrowgate.flow.inplace import compact_
+from narrowgate.flow.plan import CONSTANTS, Plan, plan
+from narrowgate.flow.replay import ReplayError
+from narrowgate.flow.trace import ExampleInputs, TraceError
+from narrowgate.gateset import gates_of
+
+
+class ShrinkWarning(UserWarning):
+    """The model could not be cut now; training goes on at the width it has."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What one cut did: parameters without gates before and after, the seconds it took, and its plan."""
+
+    epoch: int
+    parameters_before: int
+    parameters_after: int
+    seconds: float
+    plan: Plan
+
+    def __str__(self) -> str:
+        left = self.parameters_after / max(1, self.parameters_before)
+        sizes = f"{self.parameters_before:,} -> {self.parameters_after:,} parameters"
+        return f"shrunk: {sizes} ({left:.1%} left) in {self.seconds:.1f} s"
+
+
+class Shrinker:
+    """Removes the channels of closed gates from a model while it trains.
+
+    Parameters, gates and optimizer groups keep their identity; ``Gates`` and ``Penalty`` stay valid. A captured CUDA
+    graph or a ``DistributedDataParallel`` wrapper has to be made anew after each cut.
+
+    Args:
+        example_inputs: what the model is traced with, as for ``ng.plan``.
+        every: look after each so many epochs; 0 looks at every call.
+        share: cut when this share of the gates that are left has closed since the last look that led to a plan.
+        constants: as for ``ng.plan``.
+        round_to: as for ``ng.plan``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int = 5,
+        share: float = 0.05,
+        constants: str = "exact",
+        round_to: int = 1,
+    ) -> None:
+        _check(model, every, share, constants, round_to)
+        self.model = model
+        self.example_inputs = example_inputs
+        self.optimizer = optimizer
+        self.every = every
+        self.share = share
+        self.constants = constants
+        self.round_to = round_to
+        self.events: list[Shrunk] = []
+        self._gates = gates_of(model)
+        self._original = self._gates.count
+        self._plan: Plan | None = None
+        self._seen = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """All cuts so far as one plan for the full-size model, for ``ng.save``; None where nothing was cut yet."""
+        return self._plan
+
+    @property
+    def removed(self) -> int:
+        """How many gates are gone with their channels."""
+        return self._original - self._gates.count
+
+    def closed_fraction(self) -> float:
+        """The share of the gates the model began with that are closed or gone."""
+        return (self._closed() + self.removed) / self._original
+
+    def step(self, epoch: int) -> Shrunk | None:
+        """Call after each epoch (counted from 0): cut if it is time and enough gates have closed; what was done."""
+        if self.every and (epoch + 1) % self.every:
+            return None
+        new = self._closed() - self._seen
+        if new < max(1, self.share * self._gates.count):
+            return None
+        return self.shrink(epoch)
+
+    def shrink(self, epoch: int) -> Shrunk | None:
+        """Cut now, however few gates are closed; None where nothing can go."""
+        started = time.perf_counter()
+        self._seen = self._closed()
+        with random_numbers_kept(self.model):
+            made = self._make_plan()
+        if made is None or not made.cuts:
+            return None
+        compact_(self.model, made, optimizer=self.optimizer)
+        self._plan = made if self._plan is None else compose(self._plan, made)
+        self._seen = self._closed()
+        seconds = time.perf_counter() - started
+        self.events.append(Shrunk(epoch, made.parameters_before, made.parameters_after, seconds, made))
+        return self.events[-1]
+
+    def restore_(self, plan: Plan) -> None:
+        """Cut a fresh full-size model as an earlier run was, to resume it; then load the weights and the state."""
+        if self._plan is not None:
+            raise ValueError("this model was cut already; restore_ is for a fresh one at full size")
+        if self.optimizer is not None and self.optimizer.state:
+            raise ValueError("the optimizer has state already; restore the plan first, then load the optimizer's state")
+        compact_(self.model, plan, optimizer=self.optimizer)
+        self._plan = plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on alike, as plain JSON values."""
+        return {"plan": None if self._plan is None else self._plan.to_json(), "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave: cuts the fresh model; the caller loads its weights afterwards."""
+        if state["plan"] is not None:
+            self.restore_(Plan.from_json(state["plan"]))
+        self._seen = int(state["seen"])
+
+    def digest(self) -> str:
+        """A checksum of the structure that all cuts left: processes that train one model together must agree on it."""
+        edits = {} if self._plan is None else self._plan.edits
+        cuts = {} if self._plan is None else self._plan.cuts
+        structure = {
+            "cuts": {name: [cut.shape, sorted(cut.keep.items()), cut.grouped] for name, cut in cuts.items()},
+            "layers": {name: [edit.new_bias, edit.new_groups] for name, edit in edits.items()},
+        }
+        return hashlib.sha256(json.dumps(structure, sort_keys=True).encode()).hexdigest()
+
+    def _closed(self) -> int:
+        if not self._gates:
+            return 0
+        values = torch.cat([gate.final_value().flatten().cpu() for gate in self._gates.modules()])
+        return int((values == 0).sum())
+
+    def _make_plan(self) -> Plan | None:
+        try:
+            return plan(
+                self.model, self.example_inputs, constants=self.constants, round_to=self.round_to, training=True
+            )
+        except (CollapseError, ReplayError, TraceError) as error:
+            warnings.warn(
+                f"the model was not cut, training goes on at its present width: {type(error).__name__}: {error}",
+                ShrinkWarning,
+                stacklevel=3,
+            )
+            return None
+
+
+@contextmanager
+def random_numbers_kept(model: nn.Module) -> Iterator[None]:
+    """Planning runs the model's own forward, which may draw numbers: training goes on as if it had not."""
+    devices = sorted({tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda})
+    python, array = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+
+
+def _check(model: nn.Module, every: int, share: float, constants: str, round_to: int) -> None:
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise TypeError(
+            f"Shrinker needs the model inside {type(model).__name__}: pass model.module, and wrap it again after each "
+            "cut, since the wrapper holds on to the old shapes"
+        )
+    if every < 0:
+        raise ValueError(f"every must be 0 or above, got {every}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be between 0 and 1, got {share}")
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
+    if round_to < 1:
+        raise ValueError(f"round_to must be 1 or above, got {round_to}")

@@ -1,0 +1,296 @@
+"""``Training``: a run in progress, epoch by epoch. All of its processes do the same; the first one writes files."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
+from narrowgate.measure import summarize
+from narrowgate.train.augment import seeded
+from narrowgate.train.budget import Budget
+from narrowgate.train.data import Data, FolderData
+from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
+from narrowgate.train.finish import threshold_of
+from narrowgate.train.log import EpochRow, RunLog
+from narrowgate.train.recipe import Recipe
+from narrowgate.train.setup import Parts, build
+from narrowgate.train.show import Show
+from narrowgate.train.shrink import Shrinker
+from narrowgate.train.step import GraphLoop, Loop, Step, count_hits
+from narrowgate.train.watch import Watch
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+_LOOKS = 10  # how often a run that removes at its end looks at what would be left
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters and multiply-adds of a network without its gates."""
+
+    parameters: int
+    multiply_adds: int
+
+    @classmethod
+    def of(cls, model: nn.Module, example: torch.Tensor) -> Size:
+        """The size of a network as it is, closed channels included."""
+        summary = summarize(model, example[:1])
+        return cls(summary.parameters, summary.multiply_adds)
+
+
+class Training:
+    """A network, what trains it, and how far it has come."""
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, data: Data | FolderData, place: Place, fabric: Fabric, show: Show
+    ) -> None:
+        self.recipe, self.data, self.place = recipe, data, place
+        self.fabric, self.show = fabric, show
+        torch.manual_seed(_seed("weights", recipe.train.seed))
+        self.parts: Parts = build(recipe, data.classes, data.image_shape, place.device)
+        self.example = next(held_out_batches(data, "held-out", Place(place.device), batch=4))[0]
+        self.full = self.left = Size.of(self.parts.model, self.example)
+        self.shrinker = self._make_shrinker()
+        self.budget = self._make_budget()
+        self.feed = self._make_feed()
+        self.epoch, self.seconds, self.best = 0, 0.0, -1.0
+        self._loop: Loop | None = None
+        self._watch = Watch(recipe, folder, self.feed.steps)
+        self._log = RunLog(folder) if place.rank == 0 else None
+
+    def one_epoch(self) -> EpochRow:
+        """Train one epoch, then shrink, steer, evaluate and write it down."""
+        started = time.perf_counter()
+        loss, accuracy = self._train()
+        trained = time.perf_counter() - started
+        sound = math.isfinite(loss)  # if it is not, this ends below, where the trouble is named
+        event = self._after_epoch() if sound else ""
+        held_out = self._held_out_accuracy() if sound else None
+        self.epoch += 1
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        penalty, recipe = self.parts.penalty, self.recipe
+        row = EpochRow(
+            epoch=self.epoch,
+            epochs=recipe.train.epochs,
+            lr=recipe.lr_at(self.epoch - 1),
+            strength=0.0 if penalty is None else penalty.strength,
+            sigma=1.0 if penalty is None else penalty.sigma,
+            train_loss=loss,
+            train_accuracy=accuracy,
+            accuracy=held_out,
+            closed=0.0 if self.shrinker is None else self.shrinker.closed_fraction(),
+            parameters=self.left.parameters,
+            multiply_adds=self.left.multiply_adds,
+            seconds=seconds,
+            images_per_second=self.feed.steps * recipe.train.batch * self.place.world / trained,
+            event=event,
+        )
+        self._tell(row)
+        return row
+
+    def _train(self) -> tuple[float, float]:
+        self.seed_noise(self.epoch)
+        if self.parts.penalty is not None:
+            strength = self.parts.penalty.strength
+            self.parts.penalty.set_epoch(self.epoch)
+            if self.budget is not None:
+                self.parts.penalty.strength = strength
+        if self._loop is None:
+            self._loop = self.loop_for(self.parts)
+        try:
+            return self.run_epoch(self._loop, self.epoch, self.recipe.lr_at)
+        except ValueError:
+            gates = [] if self.parts.gates is None else self.parts.gates.parameters()
+            if any(bool(g.isnan().any()) for g in gates):  # on a CPU, gated layers refuse to compute with them
+                return math.nan, math.nan
+            raise
+
+    def seed_noise(self, epoch: int) -> None:
+        """Random numbers of an epoch (dropout, stochastic gates) belong to it alone, so that a resumed run has them."""
+        torch.manual_seed(_seed("noise", self.recipe.train.seed, epoch, self.place.rank))
+
+    def run_epoch(self, loop: Loop, epoch: int, lr_at: Any) -> tuple[float, float]:
+        """One epoch of any loop: its mean loss and training accuracy, over all processes."""
+        loop.epoch(epoch, lr_at, lambda step: self.show.step(step, self.feed.steps))
+        loss, hits = loop.step.take_sums()
+        sums = self.all_sum(torch.stack([loss.double(), hits.double()]))
+        steps = self.feed.steps * self.place.world
+        return float(sums[0]) / steps, float(sums[1]) / (steps * self.recipe.train.batch)
+
+    def loop_for(self, parts: Parts) -> Loop:
+        """What runs epochs of these parts: replays of a CUDA graph where that can be, steps on the host elsewhere."""
+        recipe, device = self.recipe, self.place.device
+        forward: Any = parts.model
+        if recipe.train.compile and self.place.world == 1:
+            forward = torch.compile(forward)
+        if self.place.world > 1:
+            forward = self.fabric.setup_module(forward)
+        step = Step(
+            forward,
+            parts.optimizer,
+            parts.penalty,
+            device,
+            bf16=recipe.train.precision == "bf16",
+            label_smoothing=recipe.train.label_smoothing,
+            proximal=self._proximal(),
+            backward=self.fabric.backward,
+        )
+        if reason := self._no_graph():
+            if device.type == "cuda" and recipe.train.graph == "auto":
+                self.show.notice(f"steps run without a CUDA graph: {reason}")
+            return Loop(step, self.feed)
+        assert isinstance(self.feed, ArrayFeed)
+        return GraphLoop(step, self.feed, self.show.notice)
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        if self.place.world > 1:
+            tensor = self.fabric.all_reduce(tensor, reduce_op="sum")  # type: ignore[assignment]
+        return tensor
+
+    def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
+        """The share of a split's images that a model gets right."""
+        batches = held_out_batches(self.data, split, self.place)
+        counts = self.all_sum(count_hits(model, batches, self.place.device, bf16))
+        return float(counts[0] / counts[1])
+
+    def rewind_log(self) -> None:
+        """Drop what the log holds of epochs that will run again."""
+        if self._log is not None:
+            self._log.rewind(self.epoch)
+
+    def close(self) -> None:
+        """Close the logs."""
+        if self._log is not None:
+            self._log.close()
+
+    def _after_epoch(self) -> str:
+        """Shrink and steer; what happened, for the log."""
+        self.sync_buffers(self.parts.model)
+        if self.shrinker is None:
+            return ""
+        event = ""
+        self.parts.optimizer.zero_grad(set_to_none=True)  # gradients may lie in the graph's memory
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if self.budget is not None:
+                self.budget.step(self.epoch)
+            shrunk = self.shrinker.step(self.epoch) if self.recipe.shrink.when == "during" else None
+        for warning in caught:
+            self.show.notice(str(warning.message))
+        if shrunk is not None:
+            self._loop = None
+            self._check_same_on_all()
+            self.left = Size.of(self.parts.model, self.example)
+            event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
+        elif self.recipe.shrink.when != "during" and self._is_time_to_look():
+            self.left = self._left_after_removal()
+        return event
+
+    def _is_time_to_look(self) -> bool:
+        return (self.epoch + 1) % max(1, self.recipe.train.epochs // _LOOKS) == 0
+
+    def _left_after_removal(self) -> Size:
+        """What removing the closed channels now would leave; as before where that can't be told."""
+        model = self.parts.model
+        try:
+            return Size.of(compact(model, plan(model, self.example, constants="drop")), self.example)
+        except (CollapseError, ReplayError, TraceError):
+            return self.left
+
+    def _held_out_accuracy(self) -> float | None:
+        part = self.recipe.train
+        if (self.epoch + 1) % part.evaluate_every and self.epoch + 1 < part.epochs:
+            return None
+        return self.accuracy(self.parts.model, "held-out", part.precision == "bf16")
+
+    def _tell(self, row: EpochRow) -> None:
+        self._watch.check(row)  # raises if the loss is not a number
+        if self.parts.gates is not None:
+            for notice in self._watch.notices(row, self.parts.gates):
+                self.show.notice(notice)
+        self.show.epoch(row)
+        if self._log is not None:
+            self._log.epoch(row, self.parts.gates)
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give every process the running statistics of the first."""
+        if self.place.world > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
+    def _check_same_on_all(self) -> None:
+        if self.place.world > 1 and self.shrinker is not None:
+            mine = self.shrinker.digest()
+            if self.fabric.broadcast(mine) != mine:
+                raise RuntimeError(f"process {self.place.rank} removed other channels than process 0")
+
+    def _no_graph(self) -> str:
+        """Why a step can't be a CUDA graph here; empty if it can."""
+        if self.place.device.type != "cuda" or self.recipe.train.graph == "off":
+            return "not asked for"
+        if self.place.world > 1:
+            return f"{self.place.world} processes exchange gradients in it"
+        if isinstance(self.feed, FolderFeed):
+            return "the images come from a folder, not from the GPU's memory"
+        return ""
+
+    def _proximal(self) -> float | None:
+        if not self.recipe.penalty.proximal:
+            return None
+        momentum = self.recipe.optimizer.momentum if self.recipe.optimizer.kind == "sgd" else 0.0
+        return 1 / (1 - momentum)
+
+    def _make_feed(self) -> ArrayFeed | FolderFeed:
+        part = self.recipe.train
+        if isinstance(self.data, FolderData):
+            return FolderFeed(self.data, part.batch, part.seed, self.place)
+        return ArrayFeed(self.data, part.batch, self.recipe.data.augment, part.seed, self.place)
+
+    def _make_shrinker(self) -> Shrinker | None:
+        part = self.recipe.shrink
+        if self.parts.gates is None:
+            return None
+        return Shrinker(
+            self.parts.model,
+            self.example,
+            self.parts.optimizer,
+            every=part.every,
+            share=part.share,
+            constants=part.constants,
+            # GPUs are at their best with channels in eights; the final removal has no need of them.
+            round_to=max(part.round_to, 8) if self.place.device.type == "cuda" else part.round_to,
+        )
+
+    def _make_budget(self) -> Budget | None:
+        penalty = self.parts.penalty
+        if not self.recipe.budget.target or penalty is None:
+            return None
+        part = self.recipe.shrink
+        return Budget(
+            self.recipe.budget.target,
+            self.parts.model,
+            self.example,
+            penalty,
+            self.recipe.train.epochs,
+            optimizer=self.parts.optimizer,
+            threshold=threshold_of(self.recipe),
+            layout=part.layout,
+            constants=part.constants,
+            round_to=part.round_to,
+        )
+
+
+def _seed(name: str, *numbers: int) -> int:
+    """A seed that belongs to a name and some numbers alone."""
+    return seeded(f"narrowgate {name}", *numbers).initial_seed()
