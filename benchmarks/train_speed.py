@@ -1,7 +1,8 @@
 """How fast does the engine train? Epochs of ``narrowgate train`` and of plain PyTorch loops, taken in turns in one run.
 
 On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual pruning script: the network without gates, a
-``DataLoader`` with worker processes and torchvision's augmentation, float32 or bfloat16 autocast, no graph. The engine
+``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph; ``--plain-bf16`` adds one under
+autocast. The engine
 trains the *gated* network from a recipe, as a CUDA graph and as a compiled one.
 
 On a CPU (MNIST, LeNet-5) the plain loop trains the same gated network with the same penalty over tensors in memory, and
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=GPU_MODELS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plain-steps", type=int, default=100, help="GPU: steps of a plain loop's turn")
+    parser.add_argument("--plain-bf16", action="store_true", help="GPU: a plain loop under autocast as well")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -133,7 +135,8 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def gpu_loops(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Turn]]:
     """Plain loops first, then the engine's."""
-    for label, bf16 in (("plain, float32", False), ("plain, bfloat16", True)):
+    plain = (("plain, float32", False), ("plain, bfloat16", True))
+    for label, bf16 in plain if arguments.plain_bf16 else plain[:1]:
         yield label, Plain(name, arguments.data, bf16, arguments.plain_steps)
     for compiled in (False,) if arguments.no_compile else (False, True):
         text = GPU_RECIPE.format(model=name, compile=str(compiled).lower())
@@ -158,7 +161,6 @@ class Engine:
         loaded = load_data(recipe.data, str(data))
         self.training = Training(recipe, folder, loaded, place, fabric, Show(None, 1, quiet=True))
         self.whole = whole
-        torch.backends.cudnn.benchmark = True
 
     def close(self) -> None:
         """Let go of the log, and of the network on the GPU."""

@@ -1,6 +1,7 @@
 """The ``narrowgate`` command: parse, call the library, print."""
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +16,15 @@ _INSTALL = {
     "lightning": 'pip install "narrowgate[train]"',
     "torchvision": 'pip install "narrowgate[train]"',
     "timm": "pip install timm",
+    "onnx": 'pip install "narrowgate[export]"',
+    "onnxruntime": 'pip install "narrowgate[export]"',
+    "onnxscript": 'pip install "narrowgate[export]"',
+    "matplotlib": 'pip install "narrowgate[report]"',
 }
+_NEXT = (
+    "New here? Type: narrowgate demo. To see what could go from a network: narrowgate inspect torchvision/resnet18. "
+    "All options of a command: narrowgate train --help."
+)
 
 
 def main() -> None:
@@ -34,7 +43,9 @@ def build_app() -> "typer.Typer":
     """The commands. They are made here, and import what they need when they run, so that ``--help`` stays quick."""
     import typer
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    from narrowgate.commands import add_commands
+
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, epilog=_NEXT)
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -84,7 +95,7 @@ def build_app() -> "typer.Typer":
         data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
         out: Annotated[
             Path | None,
-            typer.Option(metavar="FOLDER", help="Where the run goes.  [default: runs/ and the recipe's name]"),
+            typer.Option(metavar="FOLDER", help="Where the run goes.", show_default="runs/ and the recipe's name"),
         ] = None,
         settings: Annotated[
             list[str] | None,
@@ -118,7 +129,56 @@ def build_app() -> "typer.Typer":
                 num_nodes=num_nodes,
             )
         except EXPECTED as error:
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes that find the same, one says it
+                typer.echo(f"narrowgate: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    @app.command()
+    def record(
+        run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+        out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes, such as results/NAME.json.")],
+        recipe: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="The recipe file that was run, for the record's command.")
+        ] = None,
+        curve: Annotated[
+            bool, typer.Option("--curve", help="Add size and accuracy by threshold; needs the data.")
+        ] = False,
+        data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
+        device: Annotated[str, typer.Option(metavar="NAME", help="Where --curve computes.")] = "cpu",
+    ) -> None:
+        """Keep a finished run as one small JSON file: recipe, course, architecture, accuracies."""
+        from narrowgate.reproduce import command
+        from narrowgate.reproduce.record import RecordError
+        from narrowgate.train.errors import EXPECTED
+
+        try:
+            typer.echo(command.record(run, out, recipe, curve, data or None, device))
+        except (RecordError, *EXPECTED) as error:
             typer.echo(f"narrowgate: {error}", err=True)
             raise typer.Exit(1) from None
 
+    @app.command()
+    def reproduce(
+        what: Annotated[
+            Literal["mnist", "cifar100", "imagenet", "method", "figures", "all"],
+            typer.Argument(help="Which tables, or the figures."),
+        ] = "all",
+        results: Annotated[Path, typer.Option(metavar="FOLDER", help="The result files.")] = Path("results"),
+        out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the figures go.")] = None,
+        write: Annotated[Path | None, typer.Option(metavar="FILE", help="A page to put the tables into.")] = None,
+    ) -> None:
+        """Show the paper's tables with our own runs beside its numbers, and draw its figures.
+
+        It reads result files and trains nothing; a row without a run says so.
+        """
+        from narrowgate.reproduce import command
+        from narrowgate.reproduce.record import RecordError
+
+        try:
+            command.reproduce(what, results, out, write)
+        except (RecordError, OSError) as error:
+            typer.echo(f"narrowgate: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    add_commands(app)
     return app

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from narrowgate.flow.state import PINNED, Labels, Mask, State, labelled, unlabelled
+from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, labelled, unlabelled
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
 
 GROUPED_INPUTS = -1
@@ -55,13 +55,30 @@ class Mixer:
     live_columns: Mask = field(default_factory=lambda: np.zeros(0, bool))
 
 
+@dataclass
+class Heads:
+    """One use of attention: the views that made its heads, by axis; how wide they are; which of them are read."""
+
+    node: Node
+    views: dict[Node, int]
+    labels: Labels | None
+    size: int
+    needed: Mask
+
+
 class Flow:
     """Everything the sweeps learn about one graph."""
 
     def __init__(
-        self, graph: Graph, model: nn.Module, constants: str = "exact", closed: ClosedGates | None = None
+        self,
+        graph: Graph,
+        model: nn.Module,
+        constants: str = "exact",
+        closed: ClosedGates | None = None,
+        by_head: dict[Node, int] | None = None,
     ) -> None:
         self.graph = graph
+        self.by_head = by_head or {}  # views whose channels go along this axis, not along the innermost
         self.closed = closed
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors: dict[str, Tensor] = {
@@ -71,6 +88,7 @@ class Flow:
         self.constants = constants
         self.uses = graph.uses()
         self.states: dict[Node, State | list[State]] = {}
+        self.spreads: dict[Node, Spread] = {}
         self.live: dict[Node, Any] = {}
         self.mixers: list[Mixer] = []
         self.walls: list[Wall] = []
@@ -78,6 +96,8 @@ class Flow:
         self.pinned: list[tuple[Labels, str]] = []
         self.equal_counts: list[Labels] = []
         self.splits: list[tuple[Node, State]] = []  # views that take the channel axis apart
+        self.parts: list[tuple[Node, Labels, int]] = []  # equal parts of a channel axis: which channels, how many each
+        self.heads: list[Heads] = []
         self.whole: set[str] = set()  # layers that the scatter layout must leave whole
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
         self.axis_labels: dict[tuple[str, int], Labels] = {}
@@ -176,6 +196,9 @@ class Flow:
         for one, one_state in zip(live, state, strict=True) if isinstance(state, list) else [(live, state)]:
             one |= mask if np.ndim(mask) == 0 or len(one) == len(mask) else np.any(mask)  # type: ignore[arg-type]
             assert len(one) == len(one_state.labels)
+        if node in self.spreads and isinstance(state, State):
+            fits = np.ndim(mask) == 0 or len(state.labels) == len(mask)  # type: ignore[arg-type]
+            self.spreads[node].mark(self.spreads[node].touched(state.axis, mask if fits else bool(np.any(mask))))
 
     # -- the sweeps --------------------------------------------------------------------------------------------------
     def run(self, rules: dict[str, Callable[[Flow, Node], None]]) -> Flow:

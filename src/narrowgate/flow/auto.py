@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
+from narrowgate.flow.layers import SWAPS
 from narrowgate.flow.resize import resize_
 
 _ROUNDS = 7
@@ -27,7 +28,7 @@ def faster_whole(
         for mixer in flow.mixers
         if (edit := edits[mixer.weight]).layer == mixer.layer
         and (edit.gather is not None or edit.scatter is not None)
-        and not _pays(flow, decision, mixer, edit, whole, own)
+        and not (type(flow.modules[mixer.layer]) in SWAPS and _pays(flow, decision, mixer, edit, whole, own))
     }
 
 

@@ -12,6 +12,7 @@ from narrowgate.flow.state import PINNED, Labels, Mask
 
 # A constant channel this much smaller than the largest is no good as a carrier: dividing by it would lose digits.
 _CARRIER_RATIO = 1e-3
+EQUAL_GROUPS = "for equal groups"
 
 
 class CollapseError(RuntimeError):
@@ -114,7 +115,7 @@ def _round_up(flow: Flow, classes: _Classes, round_to: int) -> None:
             goal = max(1, int(kept.sum(1).max()))
             for row, have in zip(rows, kept, strict=True):
                 if have.sum() < goal:
-                    classes.keep(row[~have][: goal - int(have.sum())], "for equal groups")
+                    classes.keep(row[~have][: goal - int(have.sum())], EQUAL_GROUPS)
                     changed = True
         for labels in axes:
             have = classes.is_kept(labels)

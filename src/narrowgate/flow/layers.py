@@ -1,4 +1,8 @@
-"""Layers of the scatter layout: they pick their inputs from, and place their outputs in, a wider stream."""
+"""Layers of the scatter layout: they pick their inputs from, and place their outputs in, a wider stream.
+
+A layer that has no outputs of its own left (its whole result is constant, or nothing reads it) computes nothing: it
+hands out its constants, expanded, which starts no kernel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 
 class IndexedLayer(nn.Module):
@@ -19,6 +24,8 @@ class IndexedLayer(nn.Module):
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         axis = x.dim() - 1 - self.spatial_dims
+        if self.scatter is not None and self.fill is not None and not len(self.scatter):
+            return self._constant(x, axis, self.fill)
         if self.gather is not None:
             x = x.index_select(axis, self.gather)
         y: Tensor = super().forward(x, *args)
@@ -30,19 +37,43 @@ class IndexedLayer(nn.Module):
         sizes[axis] = len(self.fill)
         return torch.index_copy(self.fill.to(y.dtype).view(shape).expand(sizes), axis, self.scatter, y)
 
+    def _constant(self, x: Tensor, axis: int, fill: Tensor) -> Tensor:
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            fill = fill.to(torch.get_autocast_dtype(device))
+        shape = [len(fill), *([1] * self.spatial_dims)]
+        sizes = [*x.shape[:axis], len(fill), *self._spatial_sizes(x.shape[axis + 1 :])]
+        result = fill.view(shape).expand(sizes)
+        # In training something may write to it (an in-place dropout), which shared memory does not allow.
+        return result.clone() if self.training else result
+
+    def _spatial_sizes(self, sizes: torch.Size) -> list[int]:
+        """The size of the result in space: nothing for a linear layer."""
+        return []
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight={tuple(self.weight.shape)}"
 
 
-class IndexedConv1d(IndexedLayer, nn.Conv1d):
+class _IndexedConv(IndexedLayer):
+    def _spatial_sizes(self, sizes: torch.Size) -> list[int]:
+        assert isinstance(self, _ConvNd)
+        if self.padding == "same":
+            return list(sizes)
+        padding = [0] * self.spatial_dims if isinstance(self.padding, str) else self.padding
+        numbers = zip(sizes, self.kernel_size, self.stride, padding, self.dilation, strict=True)
+        return [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, gap in numbers]
+
+
+class IndexedConv1d(_IndexedConv, nn.Conv1d):
     spatial_dims = 1
 
 
-class IndexedConv2d(IndexedLayer, nn.Conv2d):
+class IndexedConv2d(_IndexedConv, nn.Conv2d):
     spatial_dims = 2
 
 
-class IndexedConv3d(IndexedLayer, nn.Conv3d):
+class IndexedConv3d(_IndexedConv, nn.Conv3d):
     spatial_dims = 3
 
 
@@ -63,16 +94,13 @@ class IndexedLinear(IndexedLayer, nn.Linear):
 
 
 SWAPS: dict[type[nn.Module], type[IndexedLayer]] = {
-    cls.__mro__[2]: cls  # the ordinary class behind the mixin
-    for cls in (
-        IndexedConv1d,
-        IndexedConv2d,
-        IndexedConv3d,
-        IndexedConvTranspose1d,
-        IndexedConvTranspose2d,
-        IndexedConvTranspose3d,
-        IndexedLinear,
-    )
+    nn.Conv1d: IndexedConv1d,
+    nn.Conv2d: IndexedConv2d,
+    nn.Conv3d: IndexedConv3d,
+    nn.ConvTranspose1d: IndexedConvTranspose1d,
+    nn.ConvTranspose2d: IndexedConvTranspose2d,
+    nn.ConvTranspose3d: IndexedConvTranspose3d,
+    nn.Linear: IndexedLinear,
 }
 
 
@@ -87,3 +115,5 @@ def index_(layer: nn.Module, gather: list[int] | None, scatter: list[int] | None
         layer.register_buffer(key, tensor, persistent=False)
     numbers = None if fill is None else torch.tensor(fill, dtype=weight.dtype, device=device)
     layer.register_buffer("fill", numbers, persistent=False)
+    if scatter == []:
+        layer.requires_grad_(False)  # nothing reads its weights: an optimizer, or DDP, would wait for their gradients

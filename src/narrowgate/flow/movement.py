@@ -80,18 +80,21 @@ def reshape(flow: Flow, node: Node) -> None:
     if state.axis is None:
         put_moved(flow, node, None, None)
         return
-    axis, sources = follow(state.shape, state.axis, shape_of(node))
+    axis, sources = follow(state.shape, state.axis, shape_of(node), flow.by_head.get(node))
     put_moved(flow, node, axis, sources)
     if sources is not None and sources.shape[1] > 1:
         flow.splits.append((node, flow.state(node)))
 
 
-def follow(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> tuple[int | None, Sources | None]:
+def follow(
+    before: tuple[int, ...], axis: int, after: tuple[int, ...], along: int | None = None
+) -> tuple[int | None, Sources | None]:
     """Where an axis goes in a reshape, and which of its positions make up each new one.
 
-    An axis split in two stays removable along the inner part, with the outer parts coupled (a channel shuffle).
+    An axis split in two stays removable along the inner part, with the outer parts coupled (a channel shuffle), or
+    along another part if asked for.
     """
-    for old, new in _matching_groups(before, after):
+    for old, new in matching_groups(before, after):
         if axis not in old:
             continue
         sizes = [before[i] for i in old]
@@ -100,8 +103,8 @@ def follow(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> tuple[
         varying = [i for i in range(len(new)) if (index != index.take([0], axis=i)).any()]
         if not varying:
             return None, None
-        inner = varying[-1]
-        outer = tuple(varying[:-1])
+        inner = varying[-1] if along is None else new.index(along)
+        outer = tuple(i for i in varying if i != inner)
         first = index[tuple(slice(None) if i in varying else slice(0, 1) for i in range(len(new)))]
         sources = np.moveaxis(first, inner, 0).reshape(after[new[inner]], -1)
         if not outer and sources.shape[0] == before[axis] and (sources[:, 0] == np.arange(before[axis])).all():
@@ -110,7 +113,7 @@ def follow(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> tuple[
     return None, None
 
 
-def _matching_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+def matching_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Split two shapes of the same number of elements into the shortest runs of equal products."""
     groups = []
     i = j = 0
@@ -136,24 +139,30 @@ def _matching_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tu
 
 def permute(flow: Flow, node: Node) -> None:
     state = flow.state(flow.reads(node, node.args[0]))
-    rank = len(state.shape)
+    order = permutation(node, len(state.shape))
+    put_moved(flow, node, None if state.axis is None else order.index(state.axis), None)
+
+
+def permutation(node: Node, rank: int) -> list[int]:
+    """Which axis of its input each axis of a transposed tensor was."""
     name = op_name(node).rstrip("_")
-    if name in ("t", "numpy_T", "mT", "mH", "adjoint"):
-        order = [*range(rank - 2), rank - 1, rank - 2] if rank > 1 else [0]
-    elif name in ("transpose", "swapaxes"):
+    order = list(range(rank))
+    if name == "numpy_T":
+        return order[::-1]
+    if name in ("t", "mT", "mH", "adjoint"):
+        return [*order[:-2], rank - 1, rank - 2] if rank > 1 else order
+    if name in ("transpose", "swapaxes"):
         first, second = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
-        order = list(range(rank))
         order[first], order[second] = order[second], order[first]
-    elif name == "movedim":
+        return order
+    if name == "movedim":
         source, target = node.args[1], node.args[2]
         old = [d % rank for d in (source if isinstance(source, (list, tuple)) else [source])]  # type: ignore
         new = [d % rank for d in (target if isinstance(target, (list, tuple)) else [target])]  # type: ignore
         rest = iter([d for d in range(rank) if d not in old])
-        order = [old[new.index(d)] if d in new else next(rest) for d in range(rank)]
-    else:
-        dims: Any = node.args[1]
-        order = [int(d) % rank for d in dims]
-    put_moved(flow, node, None if state.axis is None else order.index(state.axis), None)
+        return [int(old[new.index(d)]) if d in new else next(rest) for d in range(rank)]
+    dims: Any = node.args[1]
+    return [int(d) % rank for d in dims]
 
 
 def expand(flow: Flow, node: Node) -> None:
@@ -175,93 +184,6 @@ def repeat(flow: Flow, node: Node) -> None:
     times = shape[axis] // len(state.labels)
     sources = np.tile(np.arange(len(state.labels)), times)[:, None]
     put_moved(flow, node, axis, None if times == 1 else sources)
-
-
-def take(flow: Flow, node: Node) -> None:
-    """Slices, selections, flips and rolls: free beside the channel axis, a wall on it, its liveness still exact."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    name = op_name(node).rstrip("_")
-    rank = len(state.shape)
-    if state.axis is None:
-        put_moved(flow, node, None, None)
-        return
-    if name == "flip":
-        dims = [int(d) % rank for d in arg(node, 1, "dims")]
-        positions = np.arange(len(state.labels))[::-1] if state.axis in dims else None
-        put_moved(flow, node, state.axis, None if positions is None else positions[:, None].copy(), pin=True)
-        return
-    if name == "roll":
-        dims = [int(d) % rank for d in arg(node, 2, "dims", [])]
-        if not dims or state.axis in dims:
-            wall_rule(flow, node, "it moves channels around")
-        else:
-            put_moved(flow, node, state.axis, None)
-        return
-    dim = int(arg(node, 1, "dim", 0)) % rank
-    if dim != state.axis:
-        gone = name == "select" and dim < state.axis
-        put_moved(flow, node, state.axis - gone, None)
-        return
-    everything = np.arange(len(state.labels))
-    if name == "select":
-        position = int(arg(node, 2, "index"))
-        flow.wall(node, [read], "it picks one channel by number")
-        picked = unlabelled(shape_of(node), float(state.values[position]))
-        mask = np.zeros(len(state.labels), bool)
-        mask[position] = True
-        flow.put(node, picked, lambda live: flow.mark(read, mask & bool(live.any())))
-    elif name == "slice":
-        start, stop, step = arg(node, 2, "start"), arg(node, 3, "end"), arg(node, 4, "step", 1)
-        positions = everything[slice(start, stop, step)]
-        whole = len(positions) == len(everything)
-        put_moved(flow, node, state.axis, None if whole else positions[:, None], pin=True)
-    else:
-        wall_rule(flow, node, "it picks channels by number")
-
-
-def split(flow: Flow, node: Node) -> None:
-    """split, chunk, unbind: a list of parts, each like a slice."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    shapes = [tuple(int(s) for s in v.shape) for v in node.meta["val"]]
-    name = op_name(node)
-    position = 1 if name == "unbind" else 2
-    dim = int(arg(node, position, "dim", 0)) % len(state.shape)
-    parts: list[State] = []
-    ranges: list[Mask | None] = []
-    if state.axis is None:
-        parts = [unlabelled(shape, float(state.values[0])) for shape in shapes]
-        ranges = [None] * len(shapes)
-    elif dim != state.axis:
-        axis = state.axis - (name == "unbind" and dim < state.axis)
-        parts = [labelled(shape, axis, state.labels, state.values) for shape in shapes]
-        ranges = [None] * len(shapes)
-    else:
-        flow.wall(node, [read], "it splits the channels by number")
-        start = 0
-        for shape in shapes:
-            size = 1 if name == "unbind" else shape[dim]
-            mask = np.zeros(len(state.labels), bool)
-            mask[start : start + size] = True
-            values = state.values[start : start + size]
-            if name == "unbind":
-                parts.append(unlabelled(shape, float(values[0])))
-            else:
-                parts.append(labelled(shape, dim, np.full(size, PINNED), values))
-            ranges.append(mask)
-            start += size
-
-    def backward(live: Any) -> None:
-        for one, mask in zip(live, ranges, strict=True):
-            if mask is None:
-                flow.mark(read, one)
-            else:
-                full = np.zeros(len(state.labels), bool)
-                full[mask] = one
-                flow.mark(read, full)
-
-    flow.put(node, parts, backward)
 
 
 def getitem(flow: Flow, node: Node) -> None:
@@ -340,8 +262,6 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     ),
     **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
     **dict.fromkeys("expand expand_as broadcast_to".split(), expand),
-    **dict.fromkeys("select slice narrow flip roll".split(), take),
-    **dict.fromkeys("split split_with_sizes chunk unbind".split(), split),
     **dict.fromkeys("cat concat concatenate".split(), cat),
     "repeat": repeat,
     "getitem": getitem,

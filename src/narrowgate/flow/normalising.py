@@ -88,7 +88,10 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
     layer = op_name(node) in ("layer_norm", "rms_norm")
     axis = len(shape) - 1 if layer else 1
     normalised: Any = node.args[1]
-    if layer and (len(normalised) != 1 or (state.axis is not None and state.axis != axis)):
+    if layer and state.axis is not None and state.axis < len(shape) - len(normalised):
+        _norm_beside_channels(flow, node, read, state)
+        return
+    if layer and len(normalised) != 1:
         wall_rule(flow, node)
         return
     flow.wall(node, [read], "a norm across channels counts every one of them")
@@ -104,6 +107,15 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
         flow.mark(read, bool((live & result.varies).any()))
 
     flow.put(node, result, backward)
+
+
+def _norm_beside_channels(flow: Flow, node: Node, read: Node, state: State) -> None:
+    """LayerNorm over other axes than that of the channels, as over the width of each head: every one is by itself."""
+    for name in (_name(flow, arg(node, i, "")) for i in (2, 3)):
+        if name is not None:
+            for axis in range(flow.tensors[name].dim()):
+                flow.pin(flow.labels_of(name, axis), f"for {layer_of(node)}")
+    _put_per_channel(flow, node, read, _like(state, shape_of(node), np.full_like(state.values, np.nan)))
 
 
 def prelu(flow: Flow, node: Node) -> None:

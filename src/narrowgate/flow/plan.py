@@ -10,13 +10,15 @@ import numpy as np
 from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer, Wall
+from narrowgate.flow.attention import views_by_head
 from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.cuts import Cut, Edit
-from narrowgate.flow.decide import Decision, decide, folds, wanted_constants
+from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide, folds, wanted_constants
+from narrowgate.flow.numbers import own_numbers
 from narrowgate.flow.replay import pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
-from narrowgate.flow.trace import ExampleInputs, trace, without_gc
+from narrowgate.flow.trace import ExampleInputs, layer_of, op_name, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 
@@ -140,7 +142,11 @@ def _plan(
 ) -> Plan:
     plain = ungated(model)
     closed = closed_gates(model) if training else None
-    flow = Flow(trace(plain, example_inputs), plain, constants, closed).run(RULES)
+    graph = trace(plain, example_inputs)
+    flow = Flow(graph, plain, constants, closed).run(RULES)
+    by_head = views_by_head(flow)
+    if by_head:
+        flow = Flow(graph, plain, constants, closed, by_head).run(RULES)
     pin_training_only(flow, plain, example_inputs)
     while True:
         decision = decide(flow, round_to)
@@ -184,8 +190,19 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan
     )
     after += sum(_outputs_after(cuts, flow, edit) for edit in edits.values() if edit.new_bias)
     rows = [_row(decision, mixer) for mixer in flow.mixers]
-    widths = {layer: len(decision.positions(labels)) for layer, labels in flow.bare_norms.items()}
-    return Plan(layout, flow.constants, cuts, edits, rows, list(dict.fromkeys(flow.walls)), widths, before, after)
+    widths = {f"{layer}.num_features": len(decision.positions(labels)) for layer, labels in flow.bare_norms.items()}
+    widths |= own_numbers(flow, decision)
+    walls = list(dict.fromkeys([*flow.walls, *_equal_parts(flow, decision)]))
+    return Plan(layout, flow.constants, cuts, edits, rows, walls, widths, before, after)
+
+
+def _equal_parts(flow: Flow, decision: Decision) -> list[Wall]:
+    """Splits that hold all of their channels because the parts must be of one size."""
+    return [
+        Wall(layer_of(node), op_name(node), "its parts stay equal")
+        for node, labels, _ in flow.parts
+        if decision.kept[labels].all() and (decision.why[labels] == EQUAL_GROUPS).any()
+    ]
 
 
 def _outputs_after(cuts: dict[str, Cut], flow: Flow, edit: Edit) -> int:

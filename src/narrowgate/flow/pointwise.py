@@ -45,7 +45,7 @@ def pointwise(flow: Flow, node: Node) -> None:
     axis = axes.pop() if axes else None
     size = 1 if axis is None else shape[axis]
     known = {source: _values_along(state, shape, axis) for source, state in states.items()}
-    values = _evaluate(node, known, size)
+    values = evaluate(node, known, size)
     if axis is None:
         state = unlabelled(shape, float(values[0]))
     else:
@@ -90,7 +90,7 @@ def _couple(flow: Flow, node: Node, states: list[State], shape: tuple[int, ...],
     return labels
 
 
-def _evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
+def evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
     """The operation on the known constants; NaN, varying, wherever any operand varies.
 
     The mask is laid over the result by force, so an operation that swallows NaN (where, clamp, comparisons) is safe.

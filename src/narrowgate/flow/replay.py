@@ -8,9 +8,9 @@ operations with the same numbers, and every layer's output must have the predict
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
@@ -20,6 +20,8 @@ from narrowgate.flow.movement import RULES as MOVEMENTS
 from narrowgate.flow.movement import reshape
 from narrowgate.flow.resize import resize_
 from narrowgate.flow.skeleton import RESHAPES, Event, run, skeleton
+from narrowgate.flow.splits import RULES as SPLITS
+from narrowgate.flow.splits import kind_of_split
 from narrowgate.flow.state import State
 from narrowgate.flow.trace import ExampleInputs, op_name
 
@@ -122,21 +124,39 @@ def _wrong_split(
     flow: Flow, decision: Decision, large: list[Event], small: list[Event]
 ) -> tuple[Node | None, str] | None:
     """A view that takes the channel axis apart may let another part shrink than predicted, and permute channels."""
-    for shape in {state.shape for _, state in flow.splits if not decision.kept[state.labels].all()}:
-        nodes = [node for node in flow.graph.nodes if _is_reshape_to(flow, node, shape)]
-        wanted = [_predicted(decision, flow.state(node)) for node in nodes]
-        got = [b.shape for a, b in zip(large, small, strict=True) if a.what[0] in RESHAPES and a.shape == shape]
+    apart = [node for node, state in flow.splits if not decision.kept[state.labels].all()]
+    apart += [node for node, labels, _ in flow.parts if not decision.kept[labels].all()]
+    for kind, shape in dict.fromkeys(map(_kind_and_shape, apart)):
+        alike = [node for node in flow.graph.nodes if node in flow.states and _kind_and_shape(node) == (kind, shape)]
+        wanted = [_predicted_parts(flow, decision, node) for node in alike]
+        got = [b.shape for a, b in zip(large, small, strict=True) if _kind(str(a.what[0])) == kind and a.shape == shape]
         if wanted != got:
-            for node, state in flow.splits:
-                if state.shape == shape:
+            for node in apart:
+                if _kind_and_shape(node) == (kind, shape):
                     flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], "it splits channels")
-            return None, f"a view to {shape} became {got}, not {wanted}"
+            return None, f"a {kind} to {shape} became {got}, not {wanted}"
     return None
 
 
-def _is_reshape_to(flow: Flow, node: Node, shape: tuple[int, ...]) -> bool:
-    state = flow.states.get(node)
-    return isinstance(state, State) and state.shape == shape and MOVEMENTS.get(op_name(node)) is reshape
+def _kind(name: str) -> str | None:
+    return "view" if name in RESHAPES or MOVEMENTS.get(name) is reshape else kind_of_split(name)
+
+
+def _kind_and_shape(node: Node) -> tuple[str | None, tuple[Any, ...]]:
+    """What replays look for to find the same operation: a view or split, and what it made of the large tensor."""
+    kind, value = _kind(op_name(node)) if node.op == "call_function" else None, node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return kind, tuple(tuple(part.shape) for part in value if isinstance(part, Tensor))
+    if kind == "slice" and value.shape == node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        return None, ()
+    return kind, tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _predicted_parts(flow: Flow, decision: Decision, node: Node) -> tuple[Any, ...]:
+    state = flow.states[node]
+    if isinstance(state, State):
+        return _predicted(decision, state)
+    return tuple(_predicted(decision, part) for part in state)
 
 
 def _predicted(decision: Decision, state: State) -> tuple[int, ...]:
@@ -177,7 +197,7 @@ def _suspects(flow: Flow, decision: Decision) -> list[Node]:
     """Operations that may count on a number of channels which is about to change."""
     found = []
     for node in flow.graph.nodes:
-        if node.op != "call_function" or op_name(node).rstrip("_") not in MOVEMENTS:
+        if node.op != "call_function" or op_name(node).rstrip("_") not in {**MOVEMENTS, **SPLITS}:
             continue
         reads = [flow.reads(node, source) for source in node.all_input_nodes]
         states = [flow.states[read] for read in reads if read in flow.states]

@@ -8,16 +8,21 @@ from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.layers import index_
+from narrowgate.flow.multihead import Widen, index_attention_
 
 
 def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) -> None:
-    """Make the layers' own numbers of channels agree with their weights, and index those of the scatter layout."""
+    """Make the layers' own numbers of channels agree with their weights, and index those of the scatter layout.
+
+    ``widths`` are numbers that no weight tells, by module and attribute: ``"block.width"``.
+    """
     for edit in edits.values():
         if edit.gather is not None or edit.scatter is not None:
-            index_(model.get_submodule(edit.layer), edit.gather, edit.scatter, edit.fill)
+            _index(model.get_submodule(edit.layer), edit)
     groups = {edit.layer: edit.new_groups for edit in edits.values()}
     for name, width in widths.items():
-        model.get_submodule(name).num_features = width  # type: ignore[assignment]
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, width)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _ConvNd):
             module.groups = groups.get(name, module.groups)
@@ -37,6 +42,16 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
     for edit in edits.values():  # what a forward reads off a layer is what the rest of the model sees
         if edit.gather is not None or edit.scatter is not None:
             layer = model.get_submodule(edit.layer)
+            if isinstance(layer, nn.MultiheadAttention):
+                continue
             suffix = "features" if isinstance(layer, nn.Linear) else "channels"
             setattr(layer, f"in_{suffix}", edit.reads)
             setattr(layer, f"out_{suffix}", getattr(layer, f"out_{suffix}") if edit.fill is None else len(edit.fill))
+
+
+def _index(layer: nn.Module, edit: Edit) -> None:
+    if isinstance(layer, nn.MultiheadAttention):
+        inside = edit.weight.endswith("in_proj_weight")
+        index_attention_(layer, inside, Widen(edit.gather, edit.scatter, edit.fill, edit.reads or 0))
+    else:
+        index_(layer, edit.gather, edit.scatter, edit.fill)

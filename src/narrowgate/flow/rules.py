@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from narrowgate.flow import mixing, movement, normalising, pointwise
+from narrowgate.flow import attention, mixing, movement, normalising, pointwise, splits
 from narrowgate.flow.analysis import Flow
+from narrowgate.flow.spread import following
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
-    **pointwise.RULES,
-    **movement.RULES,
+    **following({**pointwise.RULES, **movement.RULES, **splits.RULES, **normalising.RULES}),
     **mixing.RULES,
-    **normalising.RULES,
+    **attention.RULES,
 }

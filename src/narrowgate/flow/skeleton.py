@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
+from narrowgate.flow.multihead import Widen
 from narrowgate.flow.pointwise import POINTWISE
+from narrowgate.flow.splits import kind_of_split
 from narrowgate.flow.trace import ExampleInputs, call_arguments
 
 # PyTorch's own layers that keep shapes and make no numbers of them: skipped, which halves the time.
@@ -45,7 +47,7 @@ class Event:
 
     what: tuple[object, ...]
     mixer: Mixer | None = None
-    shape: tuple[int, ...] = ()
+    shape: tuple[Any, ...] = ()  # of a split, one for each part
 
 
 def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
@@ -71,6 +73,9 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         if name in waiting and not any(module.children()):
             hooks.append(module.register_forward_pre_hook(log.pause))
             hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name])))
+        elif isinstance(module, Widen):  # what it does is no part of the model
+            hooks.append(module.register_forward_pre_hook(log.pause))
+            hooks.append(module.register_forward_hook(log.resume))
         elif type(module) in _SHAPE_KEEPING:
             module.forward = _same
         elif type(module) in _NORMS:
@@ -85,8 +90,7 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))
         else:
-            shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            log.events.append(Event(("output", *shapes)))
+            log.events.append(Event(("output", *map(_shape_or_number, pytree.tree_leaves(output)))))
     for hook in hooks:
         hook.remove()
     return log.events
@@ -106,6 +110,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pause(self, module: nn.Module, args: Any) -> None:
         self.paused = True
 
+    def resume(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.paused = False
+
     def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.paused = False
@@ -117,14 +124,31 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused:
-            name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        # A reshape copies or not as memory lies; that may differ for a width of 1.
+        name = "view" if name in RESHAPES else name
+        if not self.paused and name != "clone":
             numbers = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, float)]
             if name.rstrip("_") in POINTWISE:
                 numbers += [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-            shape = tuple(result.shape) if name in RESHAPES else ()
-            self.events.append(Event((name, *numbers), None, shape))
+            self.events.append(Event((name, *numbers), None, _shapes_of_parts(name, args, result)))
         return result
+
+
+def _shape_or_number(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape)
+    return leaf if isinstance(leaf, (int, float, str)) else type(leaf)
+
+
+def _shapes_of_parts(name: str, args: Any, result: Any) -> tuple[Any, ...]:
+    """What a view or split made of a tensor; nothing for other operations and for slices that are all of it."""
+    if name in RESHAPES:
+        return tuple(result.shape)
+    kind = kind_of_split(name)
+    if kind == "split":
+        return tuple(tuple(part.shape) for part in result)
+    return tuple(result.shape) if kind == "slice" and result.shape != args[0].shape else ()
 
 
 def _same(x: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.fx import Node
 
 Labels = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -40,6 +42,30 @@ class State:
             return self.values
         size = self.shape[axis]
         return np.full(size, self.values[0] if self.axis is None else np.nan)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Channels over several axes of a tensor, such as heads and their width; see ``spread.py``.
+
+    ``index`` says which channel each element belongs to: as large as the tensor along axes over which that differs, of
+    size 1 along the others. ``values`` are the channels' constants, and ``mark`` says which of them are read.
+    """
+
+    index: Labels
+    values: Values
+    mark: Callable[[Mask], None]
+    view: Node | None = None  # that took the channel axis apart
+
+    def touched(self, axis: int | None, mask: Mask | bool) -> Mask:
+        """The channels at some positions of an axis, or all of them."""
+        if isinstance(mask, bool) or np.ndim(mask) == 0 or axis is None or self.index.shape[axis] == 1:
+            at = self.index if np.any(mask) else self.index[:0]
+        else:
+            at = self.index.take(np.flatnonzero(mask), axis)
+        channels = np.zeros(len(self.values), bool)
+        channels[at.reshape(-1)] = True
+        return channels
 
 
 def rounded(values: Values, dtype: torch.dtype) -> Values:

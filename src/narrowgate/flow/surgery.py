@@ -138,6 +138,11 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         if shape != how.shape:
             hint = "it was applied already" if shape == how.new_shape else "it was made for another model"
             raise PlanError(f"the plan expects {name!r} of shape {how.shape}, found {shape}: {hint}; plan again")
+    for name in plan.widths:
+        owner, _, attribute = name.rpartition(".")
+        module = dict(model.named_modules(remove_duplicate=False)).get(owner)
+        if module is None or type(vars(module).get(attribute)) is not int:
+            raise PlanError(f"this plan changes the number {name!r}, which {kind} lacks; plan again")
     for name, edit in plan.edits.items():
         rows, columns = tensors[name].shape[:2] if not edit.transposed else tensors[name].shape[1::-1]
         reach = [*edit.folded, *edit.carried, *([] if edit.carrier is None else [edit.carrier])]

@@ -30,6 +30,7 @@ class Graph:
     nodes: tuple[Node, ...]
     tensors: dict[Node, str]
     outputs: tuple[Node, ...]
+    functionalised: bool = False  # whether operations that overwrite tensors were replaced by ordinary ones
 
     def uses(self) -> dict[str, int]:
         """How many times each parameter or buffer is read, being handed out as an output included."""
@@ -61,7 +62,8 @@ def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = Fals
         try:
             with _no_stack_traces():
                 program = torch.export.export(model, args, kwargs, strict=False)
-            if _mutates_through_views(list(program.graph.nodes)):
+            functionalised = _mutates_through_views(list(program.graph.nodes))
+            if functionalised:
                 program = program.run_decompositions({})
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -79,7 +81,7 @@ def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = Fals
     (result,) = next(node for node in nodes if node.op == "output").args
     assert isinstance(result, (tuple, list))
     outputs = tuple(node for node in result if isinstance(node, Node) and node.name not in mutated)
-    return Graph(nodes, tensors, outputs)
+    return Graph(nodes, tensors, outputs, functionalised)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -145,6 +147,21 @@ def is_in_place(node: Node) -> bool:
     """Whether an operation overwrites its first argument."""
     name = op_name(node)
     return node.op == "call_function" and name.endswith("_") and not name.startswith("__")
+
+
+def overwritten(node: Node, graph: Graph) -> bool:
+    """Whether an operation may write to the memory of this result, or the model hands it out."""
+    if graph.functionalised:
+        return True
+    waiting = [node]
+    while waiting:
+        at = waiting.pop()
+        for user in at.users:
+            if user.op == "output" or (_writes(user) and (user.args[0] is at or not is_in_place(user))):
+                return True
+            if user.args and user.args[0] is at and _shares_memory(user):
+                waiting.append(user)
+    return False
 
 
 def _mutates_through_views(nodes: list[Node]) -> bool:

@@ -81,7 +81,8 @@ def _closed(gate: Gate | None, layer: nn.Module, outputs: int) -> Mask | None:
         return None
     mask = (gate.final_value() == 0).cpu().numpy()
     if gate.size == 1 and isinstance(layer.weight, Tensor):  # one gate for the whole layer
-        return np.full(layer.weight.shape[0 if outputs else 1], mask[0])
+        transposed = bool(getattr(layer, "transposed", False))
+        return np.full(layer.weight.shape[int(bool(outputs) == transposed)], mask[0])
     return mask
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,19 @@ class Verification:
         )
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 that is float32: a GPU would round factors to TF32, by default in convolutions, and more than removal."""
+    convolutions, products = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.set_float32_matmul_precision(products)
+
+
 def verify(
     model: nn.Module, small: nn.Module, example_inputs: ExampleInputs, *, tolerance: float | None = None
 ) -> Verification:
@@ -57,7 +71,7 @@ def verify(
     """
     args, kwargs = call_arguments(example_inputs)
     worst: Verification | None = None
-    with in_mode(model, False), in_mode(small, False), torch.no_grad():
+    with in_mode(model, False), in_mode(small, False), torch.no_grad(), full_precision():
         for batch in _batches(args, kwargs):
             result = _compare(model, small, batch, tolerance)
             if worst is None or not result.relative_error <= worst.relative_error:
@@ -95,7 +109,8 @@ def _compare(model: nn.Module, small: nn.Module, batch: Any, tolerance: float | 
         spread = _spread(want, torch.finfo(dtype).eps)
         error = _largest(want - got)
         max_error = max(max_error, error)
-        relative = max(relative, error / spread if error else 0.0)
+        rounding = 4 * torch.finfo(dtype).eps * _largest(want)  # of the output itself, however small the spread
+        relative = max(relative, error / spread if error > rounding else 0.0)
         noise = max(noise, _largest(want - moved) / spread)
     floor = _TOLERANCE.get(dtype, 1e-4)
     allowed = tolerance if tolerance is not None else max(floor, _NOISE_FACTOR * noise)

@@ -13,20 +13,22 @@ from narrowgate.flow.decide import CollapseError
 from narrowgate.flow.plan import plan
 from narrowgate.flow.surgery import compact
 from narrowgate.flow.trace import ExampleInputs
-from narrowgate.gates import Gate
+from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.measure.counts import summarize
 from narrowgate.penalties import Penalty
 from narrowgate.train.ranking import Ranking, gates_given_back, nearest
 from narrowgate.train.shrink import random_numbers_kept
 
 KINDS = ("params", "flops")
-BEGIN, ARRIVE = 0.3, 0.7  # from when on gates are closed, and when the target is met, as shares of the run
+_BEGIN = 3 / 7  # from when on the smallest gates are closed, as a share of the time to the target
 TOLERANCE = 0.005  # a search ends this near to the target
 BOUNDS = (1e-7, 10.0)  # of the strength
 _RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the strength; it rises fast until gates move
-_LOOKS, _MANY = 30, 0.02  # how often to plan in a run, and which share of gates closing calls for a plan at once
+_LOOKS = (10, 30)  # how often to plan in a run that is as long: while no gates are closed by hand, and while some are
+_MANY = 0.02  # which share of gates closing by themselves calls for a plan at once
 _ROUGH = 0.02  # near enough on the way
-_TRIES = 6  # to come nearer to the target than the order of the gates allows
+_WIDE_OPEN = 3.0  # log alpha of a hard-concrete gate that is open in almost every sample
+_TRIES = 12  # to come nearer to the target than the order of the gates allows
 _STATE = {name.lstrip("_"): name for name in "_original _strength _goal _open _start _last _held _before".split()}
 _STATE |= {"holding": "holding", "left": "left"}
 
@@ -48,16 +50,17 @@ class Budget:
     """Moves a penalty's strength during training so that the run ends with a given share of the network left.
 
     The gate that decides is the *marginal* one: closing it and all smaller ones would meet the target. The strength is
-    moved so that it comes to zero at 70 % of the epochs. From 30 % on, the smallest gates are closed in steps as well,
-    at first many and then few, so that the network gets used to its size. At 70 % the target is met whatever the gates
-    are, the penalty ends, and the target is held: gates that close are opened again, gates that open are closed. Each
-    layer keeps its largest gate.
+    moved so that it comes to zero when ``arrive`` of the epochs are done. Before that, from three sevenths of that time
+    on, the smallest gates are closed in steps as well, at first many and then few, so that the network gets used to its
+    size. Then the target is met whatever the gates are, the penalty ends, and the target is held: gates that close are
+    opened again, gates that open are closed. Each layer keeps its largest gate.
 
     Args:
         target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
         model: the gated model at full size.
         epochs: how long the run is.
         optimizer: the gates' momentum is cleared when the penalty ends.
+        arrive: when the target is met, as a share of the epochs.
         threshold: gates below this count as closed, for linear gates that never are exactly.
         layout, constants, round_to: how the final model will be planned; ``auto`` is counted as ``aligned``.
     """
@@ -72,6 +75,7 @@ class Budget:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         threshold: float = 0.0,
+        arrive: float = 0.7,
         layout: str = "aligned",
         constants: str = "exact",
         round_to: int = 1,
@@ -82,7 +86,10 @@ class Budget:
         self.model = model
         self.example_inputs = example_inputs
         self.penalty = penalty
+        if not 0 < arrive <= 1:
+            raise ValueError(f"arrive is a share of the epochs, above 0 and at most 1, got {arrive!r}")
         self.epochs = epochs
+        self.arrive = arrive
         self.optimizer = optimizer
         self.threshold = threshold
         counted = "aligned" if layout == "auto" else layout
@@ -117,7 +124,7 @@ class Budget:
         """Call after each epoch (counted from 0), before a ``Shrinker``: sets the penalty's strength and returns it."""
         self.penalty.gates.values()  # raises if one is NaN
         ranks = Ranking(self._modules, self._before, self.threshold)
-        last = epoch + 1 >= min(self.epochs, math.ceil(ARRIVE * self.epochs))
+        last = epoch + 1 >= min(self.epochs, math.ceil(self.arrive * self.epochs))
         with random_numbers_kept(self.model):
             if self._looks(epoch, ranks, last or self.holding):
                 self._look_(epoch, ranks, last or self.holding)
@@ -138,11 +145,15 @@ class Budget:
         self.penalty.strength = self._strength
 
     def _looks(self, epoch: int, ranks: Ranking, meet: bool) -> bool:
-        """Whether to plan, which costs seconds: now and then, after many closings, and to meet the target."""
-        if meet:
-            return ranks.digest != self._held
-        many = ranks.count - ranks.closed < (1 - _MANY) * self._open
-        return epoch % max(1, self.epochs // _LOOKS) == 0 or many
+        """Whether to plan, which costs seconds: now and then, after many closings, and to meet the target.
+
+        What is left depends on more than the gates (a constant may need a channel), so the last epoch always counts.
+        """
+        if meet and (epoch + 1 >= self.epochs or ranks.digest != self._held):
+            return True
+        many = not meet and ranks.count - ranks.closed < (1 - _MANY) * self._open
+        closing = not meet and epoch + 1 > _BEGIN * self.arrive * self.epochs
+        return epoch % max(1, self.epochs // _LOOKS[closing]) == 0 or many
 
     def _look_(self, epoch: int, ranks: Ranking, meet: bool) -> None:
         """See how many gates are open at the target, and close what is due."""
@@ -154,7 +165,7 @@ class Budget:
         if meet:
             closed = self._come_nearer(ranks, known, closed)
         else:
-            stage = min(1.0, max(0.0, ((epoch + 1) / self.epochs - BEGIN) / (ARRIVE - BEGIN)))
+            stage = min(1.0, max(0.0, ((epoch + 1) / (self.arrive * self.epochs) - _BEGIN) / (1 - _BEGIN)))
             due = 1 - (1 - self.target) * (1 - (1 - stage) ** 3)
             closed = ranks.closed if self.left < due + _ROUGH else self._search(ranks, known, due, _ROUGH)
         ranks.close_(closed)
@@ -167,22 +178,21 @@ class Budget:
         return nearest(lambda closed: self._left(ranks, closed), target, known, ranks.most, tolerance)
 
     def _come_nearer(self, ranks: Ranking, known: dict[int, float], closed: int) -> int:
-        """In a small network one gate may be worth several points: leave out the one that leads past the target."""
+        """In a small network one gate may be worth several points: pass over those that lead past the target."""
+        best, order = closed, ranks.order
+        place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
         for _ in range(_TRIES):
-            above = [count for count, left in known.items() if left > self.target]
-            if abs(known[closed] - self.target) <= 2 * TOLERANCE or not above or max(above) >= ranks.most - 1:
+            if abs(known[best] - self.target) <= 2 * TOLERANCE or place >= ranks.most:
                 break
-            order, before = ranks.order, dict(known)
-            ranks.postpone(max(above))
-            for count in [count for count in known if count > max(above)]:
-                del known[count]
-            again = self._search(ranks, known, self.target, TOLERANCE)
-            if abs(known[again] - self.target) >= abs(before[closed] - self.target):
-                ranks.order = order
-                known.update(before)
-                break
-            closed = again
-        return closed
+            left = self._left(ranks, place + 1)
+            if abs(left - self.target) < abs(known[best] - self.target):
+                best, order, known[place + 1] = place + 1, ranks.order, left
+            if left > self.target:
+                place += 1
+            else:
+                ranks.postpone(place)
+        ranks.order = order
+        return best
 
     def _steer(self, epoch: int, ranks: Ranking) -> None:
         """Raise or lower the strength so that the marginal gate is on time."""
@@ -191,7 +201,7 @@ class Budget:
             self._start = self._last = marginal
             return
         moved, self._last = self._last - marginal, marginal
-        wanted = marginal / max(1.0, ARRIVE * self.epochs - epoch - 1)
+        wanted = marginal / max(1.0, self.arrive * self.epochs - epoch - 1)
         rise = _RISES[marginal < 0.95 * self._start]
         factor = wanted / moved if moved * rise > wanted else rise
         factor = max(factor, _FALL) if marginal > 0 else _FALL
@@ -203,6 +213,9 @@ class Budget:
             return
         self.holding, self._strength = True, 0.0
         for gate in self._modules:
+            if isinstance(gate, HardConcreteGate):  # its samples would go on closing it
+                with torch.no_grad():
+                    gate.g.copy_(torch.where(gate.final_value() > 0, gate.g.clamp(min=_WIDE_OPEN), gate.g))
             for value in {} if self.optimizer is None else self.optimizer.state.get(gate.g, {}).values():
                 if isinstance(value, Tensor) and value.shape == gate.g.shape:
                     value.zero_()

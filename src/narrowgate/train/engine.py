@@ -56,6 +56,9 @@ def run(
     fabric = launch(accelerator, devices, num_nodes)
     place = Place(fabric.device, fabric.global_rank, fabric.world_size)
     if (finished := _finished(folder, recipe, resume)) is not None:
+        left = f"{finished.parameters:,} of {finished.parameters_full:,} parameters"
+        show = Show(console, recipe.train.epochs, quiet=place.rank != 0)
+        show.notice(f"{folder} is finished: test accuracy {finished.accuracy:.2%}, {left}")
         return finished
     data = _load(fabric, recipe, data_path, download)
     with _numerics(recipe, place.device), Show(console, recipe.train.epochs, quiet=place.rank != 0) as show:
@@ -81,13 +84,16 @@ def _finish(training: Training, folder: Path) -> Result:
     earlier = None if training.shrinker is None else training.shrinker.plan
     gated = training.accuracy(parts.model, "test")
     closed = 0.0 if training.shrinker is None else training.shrinker.closed_fraction()  # without the threshold's
-    pruned = prune(parts.model, parts.gates, recipe, training.example, training.full.parameters, earlier)
+    full = training.full.parameters
+    pruned = prune(parts.model, parts.gates, recipe, training.example, full, earlier, training.agree)
     size = Size.of(pruned.small, training.example)
+    removed = training.accuracy(pruned.small, "test")
     if recipe.finish.finetune_epochs:
         _fine_tune(training, pruned.small)
     result = Result(
-        accuracy=training.accuracy(pruned.small, "test"),
+        accuracy=training.accuracy(pruned.small, "test") if recipe.finish.finetune_epochs else removed,
         accuracy_gated=gated,
+        accuracy_removed=removed,
         validation_accuracy=training.accuracy(pruned.small, "held-out") if recipe.data.validation else None,
         parameters=size.parameters,
         parameters_full=training.full.parameters,
@@ -170,6 +176,8 @@ def _numerics(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """The process's own settings for a run; all of them, and the random state, are given back."""
     benchmark, strict = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if recipe.train.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.backends.cudnn.benchmark = not recipe.train.deterministic
         if recipe.train.deterministic:

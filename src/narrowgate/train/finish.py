@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Result:
 
     accuracy: float
     accuracy_gated: float
+    accuracy_removed: float
+    """After removal, before any fine-tuning."""
     validation_accuracy: float | None
     parameters: int
     parameters_full: int
@@ -78,11 +81,18 @@ def threshold_of(recipe: Recipe) -> float:
 
 
 def prune(
-    model: nn.Module, gates: Gates | None, recipe: Recipe, example: Tensor, full_size: int, earlier: Plan | None
+    model: nn.Module,
+    gates: Gates | None,
+    recipe: Recipe,
+    example: Tensor,
+    full_size: int,
+    earlier: Plan | None,
+    agree: Callable[[Plan], Plan],
 ) -> Pruned:
     """A smaller copy of the trained model as the recipe's ``[shrink]`` and ``[finish]`` say.
 
-    ``earlier`` is what was removed during training; the plan that comes back is for the full-size network.
+    ``earlier`` is what was removed during training; the plan that comes back is for the full-size network. ``agree``
+    gives all processes the plan of one: the auto layout goes by times that each of them measures.
     """
     closed = 0
     if gates is not None and (threshold := threshold_of(recipe)) > 0:
@@ -90,7 +100,7 @@ def prune(
     if recipe.shrink.when == "off":
         return Pruned(*_whole(model, full_size), None, closed)
     part = recipe.shrink
-    last = plan(model, example, layout=part.layout, constants=part.constants, round_to=part.round_to)
+    last = agree(plan(model, example, layout=part.layout, constants=part.constants, round_to=part.round_to))
     small = compact(model, last)
     proof = verify(model, small, example) if part.constants == "exact" else None
     return Pruned(small, last if earlier is None else compose(earlier, last), proof, closed)

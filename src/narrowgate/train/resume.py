@@ -44,7 +44,6 @@ def restore(training: Training, saved: Saved | None) -> None:
         training.epoch, training.seconds, training.best = saved.epoch, meta["seconds"], meta["best"]
         training.left = Size(**meta["left"])
         training.show.begin(training.epoch)
-        training.show.begin(training.epoch)
         training.show.notice(f"going on after epoch {training.epoch}, from {saved.path}")
     training.rewind_log()
 

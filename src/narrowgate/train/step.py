@@ -156,7 +156,8 @@ class GraphLoop(Loop):
 @torch.no_grad()
 def count_hits(model: nn.Module, batches: Any, device: torch.device, bf16: bool) -> Tensor:
     """How many images a model gets right and how many there are, as one tensor; its mode is given back."""
-    training = model.training
+    training, benchmark = model.training, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False  # trying kernels out would take longer than the few batches do
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     try:
@@ -167,4 +168,5 @@ def count_hits(model: nn.Module, batches: Any, device: torch.device, bf16: bool)
             counts[1] += len(labels)
     finally:
         model.train(training)
+        torch.backends.cudnn.benchmark = benchmark
     return counts

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
+from narrowgate.flow import CollapseError, Plan, ReplayError, TraceError, compact, plan
+from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
 from narrowgate.train.augment import seeded
 from narrowgate.train.budget import Budget
@@ -108,7 +109,10 @@ class Training:
         if self._loop is None:
             self._loop = self.loop_for(self.parts)
         try:
-            return self.run_epoch(self._loop, self.epoch, self.recipe.lr_at)
+            loss, accuracy = self.run_epoch(self._loop, self.epoch, self.recipe.lr_at)
+            # The last step may have broken the weights: no checkpoint is to hold them.
+            sums = torch.stack([p.detach().float().sum() for p in self.parts.model.parameters()])
+            return loss if bool(sums.isfinite().all()) else math.nan, accuracy
         except ValueError:
             gates = [] if self.parts.gates is None else self.parts.gates.parameters()
             if any(bool(g.isnan().any()) for g in gates):  # on a CPU, gated layers refuse to compute with them
@@ -158,10 +162,15 @@ class Training:
             tensor = self.fabric.all_reduce(tensor, reduce_op="sum")  # type: ignore[assignment]
         return tensor
 
+    def agree(self, mine: Plan) -> Plan:
+        """The first process's plan, on all."""
+        return mine if self.place.world == 1 else Plan.from_json(self.fabric.broadcast(mine.to_json()))
+
     def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
         """The share of a split's images that a model gets right."""
         batches = held_out_batches(self.data, split, self.place)
-        counts = self.all_sum(count_hits(model, batches, self.place.device, bf16))
+        with full_precision():
+            counts = self.all_sum(count_hits(model, batches, self.place.device, bf16))
         return float(counts[0] / counts[1])
 
     def rewind_log(self) -> None:
@@ -285,6 +294,7 @@ class Training:
             self.recipe.train.epochs,
             optimizer=self.parts.optimizer,
             threshold=threshold_of(self.recipe),
+            arrive=self.recipe.budget.arrive,
             layout=part.layout,
             constants=part.constants,
             round_to=part.round_to,

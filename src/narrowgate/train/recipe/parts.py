@@ -196,6 +196,12 @@ class BudgetPart(Part):
             Target(), "the share of the ungated network's parameters or multiply-adds left at the end; empty: no budget"
         ),
     )
+    arrive: float = field(
+        default=0.7,
+        metadata=key(
+            Number(above=0, high=1), "when the target is met, as a share of the epochs; the rest trains at that size"
+        ),
+    )
 
 
 @dataclass(frozen=True)

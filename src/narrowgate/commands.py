@@ -1,0 +1,184 @@
+"""The commands that look at one network: inspect, measure, export."""
+
+# No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if TYPE_CHECKING:
+    import typer
+
+_WHAT = "A run's folder, a saved network's folder, or a name: lenet5, torchvision/resnet50, timm/NAME, module:function."
+_MODEL = "For a saved network: what it was at full size, a name as above."
+_CLASSES = "Outputs of the network, where neither folder nor name tells."
+_SHAPE = "Channels, height and width of its images, likewise."
+
+
+def add_commands(app: "typer.Typer") -> None:
+    """Add the commands to the application; what is heavy is imported when one runs."""
+    import typer
+
+    What = Annotated[str, typer.Argument(help=_WHAT, show_default=False)]
+    Model = Annotated[str, typer.Option(metavar="NAME", help=_MODEL, show_default=False)]
+    Classes = Annotated[int | None, typer.Option(min=1, metavar="N", help=_CLASSES)]
+    ImageShape = Annotated[str, typer.Option(metavar="C,H,W", help=_SHAPE, show_default=False)]
+
+    @app.command()
+    def inspect(
+        what: What,
+        model: Model = "",
+        classes: Classes = None,
+        image_shape: ImageShape = "",
+    ) -> None:
+        """Show what of a network would be gated, what is coupled, what is a wall, and what it costs."""
+        with _expected_errors():
+            from rich.console import Console
+
+            from narrowgate.inspect_model import inspect_model
+            from narrowgate.printing import print_inspection
+
+            source = _open(what, model, classes, image_shape)
+            found = inspect_model(source.network, source.example(), made_by=source.plan)
+            print_inspection(found, Console())
+
+    @app.command()
+    def measure(
+        what: What,
+        model: Model = "",
+        classes: Classes = None,
+        image_shape: ImageShape = "",
+        zero: Annotated[
+            float | None,
+            typer.Option(
+                min=0,
+                max=0.99,
+                metavar="SHARE",
+                help="For a name: time it without this share of each layer's channels.",
+            ),
+        ] = None,
+        layout: Annotated[Literal["aligned", "scatter", "auto"], typer.Option(help="With --zero.")] = "aligned",
+        round_to: Annotated[int, typer.Option(min=1, metavar="N", help="With --zero: widths in multiples of N.")] = 1,
+        devices: Annotated[str, typer.Option(metavar="LIST", help="Of cpu and cuda.")] = "cpu,cuda",
+        modes: Annotated[
+            str,
+            typer.Option(metavar="LIST", help="Of eager, compiled, onnx (CPU), graph (GPU).", show_default="all"),
+        ] = "",
+        batches: Annotated[str, typer.Option(metavar="LIST", help="Batch sizes.")] = "1,8,64",
+        precision: Annotated[
+            Literal["32", "bf16"] | None, typer.Option(help="Numbers.", show_default="32 on a CPU, bf16 on a GPU")
+        ] = None,
+        rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Each runs both networks.")] = 30,
+        seconds: Annotated[float, typer.Option(min=0, metavar="X", help="At most, by mode and batch size.")] = 5.0,
+        json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers too.")] = None,
+    ) -> None:
+        """Time a network before and after pruning, in turns, and say where the smaller one is not faster.
+
+        Compiling takes up to a minute for each network and batch size: leave it out with --modes eager,onnx,graph.
+        """
+        sizes = _numbers(batches, "--batches")
+        with _expected_errors():
+            from rich.console import Console
+
+            from narrowgate.atomic import replace_file
+            from narrowgate.measure.latency import ChoiceError, latency
+            from narrowgate.printing import print_latency
+
+            source = _open(what, model, classes, image_shape)
+            if zero is not None:
+                source = source.zeroed(zero, layout=layout, round_to=round_to)
+            if source.small is None:
+                raise typer.BadParameter(
+                    f"{what} is a whole network: add --zero 0.5 to time it against a copy that lacks half of each "
+                    "layer's channels, or give the folder of a run",
+                    param_hint="what",
+                )
+            try:
+                result = latency(
+                    source.full,
+                    source.small,
+                    source.example(),
+                    devices=_words(devices),
+                    modes=_words(modes) or None,
+                    batches=sizes,
+                    precision=precision,
+                    rounds=rounds,
+                    seconds=seconds,
+                )
+            except ChoiceError as error:
+                raise typer.BadParameter(str(error)) from None
+            print_latency(result, Console())
+            if json is not None:
+                replace_file(json, result.to_json().encode())
+
+    @app.command()
+    def export(
+        what: What,
+        out: Annotated[Path, typer.Option(metavar="FILE", help="Where it goes, such as model.onnx or model.pt2.")],
+        format: Annotated[
+            Literal["onnx", "torch"] | None,
+            typer.Option(help="ONNX, or torch.export.", show_default="by the end of FILE"),
+        ] = None,
+        model: Model = "",
+        classes: Classes = None,
+        image_shape: ImageShape = "",
+    ) -> None:
+        """Write the small network of a run, or any network, for somewhere else, and check the file by running it."""
+        chosen = format or {".onnx": "onnx", ".pt2": "torch"}.get(out.suffix)
+        if chosen is None:
+            raise typer.BadParameter(
+                f"{out} does not end in .onnx or .pt2: add --format onnx or torch", param_hint="--out"
+            )
+        with _expected_errors():
+            from narrowgate.export import export as write
+
+            source = _open(what, model, classes, image_shape)
+            typer.echo(str(write(source.network, source.example(), out, format=chosen)))
+
+
+def _open(what: str, model: str, classes: int | None, image_shape: str) -> Any:
+    from narrowgate.source import open_source
+
+    shape = _numbers(image_shape, "--image-shape", 3) if image_shape else None
+    return open_source(what, model=model, classes=classes, image_shape=shape)  # type: ignore[arg-type]
+
+
+def _numbers(text: str, option: str, count: int | None = None) -> tuple[int, ...]:
+    """Whole numbers between commas; anything else is a usage error."""
+    import typer
+
+    words = _words(text)
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words) or count not in (None, len(words)):
+        wanted = "channels, height and width, such as 3,224,224" if count else "batch sizes, such as 1,8,64"
+        raise typer.BadParameter(f"{text!r} is not {wanted}", param_hint=option)
+    return tuple(int(word) for word in words)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+@contextmanager
+def _expected_errors() -> Iterator[None]:
+    """Errors that are the user's to mend end the command with status 1 and one line."""
+    import typer
+
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, _expected()):
+            raise
+        typer.echo(f"narrowgate: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    from narrowgate.export import ExportError
+    from narrowgate.flow import CollapseError, PlanError, ReplayError, TraceError
+    from narrowgate.models import ModelError
+    from narrowgate.source import SourceError
+    from narrowgate.train.recipe import RecipeError
+    from narrowgate.weights import StorageError
+
+    of_network = (ModelError, TraceError, CollapseError, PlanError, ReplayError)
+    return *of_network, SourceError, StorageError, RecipeError, ExportError, OSError

@@ -1,0 +1,154 @@
+"""Write a network for somewhere else, ONNX or torch.export, and prove that the written file computes the same."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.flow.trace import in_mode
+from narrowgate.flow.verify import Verification, VerificationError, verify
+
+SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+
+
+class ExportError(RuntimeError):
+    """A network that can't be written as asked, or a file that does not compute what the network does."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written file: where, how large, and how far its outputs are from the network's at ``batches`` sizes."""
+
+    path: str
+    format: str
+    bytes: int
+    batches: tuple[int, int]
+    proof: Verification
+
+    def __str__(self) -> str:
+        sizes = " and ".join(map(str, self.batches))
+        return f"{self.path}: {self.format}, {self.bytes / 1e6:.2f} MB; at batch {sizes}, {self.proof}"
+
+
+def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str = "onnx") -> Exported:
+    """Write the model in eval mode, for any batch size; the file is loaded, run and compared before it is put there.
+
+    Args:
+        example: inputs of the shape that the file will take; only their first axis, the batch, may differ later.
+        format: ``onnx`` (for ONNX Runtime and others) or ``torch`` (for ``torch.export.load``).
+    """
+    if format not in SUFFIXES:
+        raise ExportError(f"unknown format {format!r}; choose one of {', '.join(SUFFIXES)}")
+    if not isinstance(example, Tensor) or example.dim() < 2:
+        raise ExportError("the example must be one tensor whose first axis is the batch")
+    target = Path(path)
+    if target.is_dir():
+        raise ExportError(
+            f"{target} is a folder; give the name of a file, such as {target / 'model'}{SUFFIXES[format]}"
+        )
+    write, open_ = (write_onnx, _open_onnx) if format == "onnx" else (write_torch, _open_torch)
+    inputs = _at_least_two(example)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix stays last: torch.export warns about files of another name.
+    new = target.with_name(f".{uuid.uuid4().hex[:8]}.new{SUFFIXES[format]}")
+    try:
+        write(model, inputs, new)
+        try:
+            proof = verify(model, _File(open_(new)), inputs)
+        except VerificationError as error:
+            raise ExportError(f"the {format} file is not the same function as the model: {error}") from error
+        size = new.stat().st_size
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+    return Exported(str(target), format, size, (len(inputs), 2 * len(inputs) + 1), proof)
+
+
+def write_torch(model: nn.Module, example: Tensor, path: str | Path) -> None:
+    """Write a ``.pt2`` file, unchecked."""
+    torch.export.save(_program(model, example), path)
+
+
+def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
+    """Write an ONNX file, weights inside, unchecked."""
+    _need_onnx()
+    program = _program(model, example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter about itself
+        try:
+            onnx_program = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes=_any_batch())
+            assert onnx_program is not None
+            onnx_program.save(str(path), external_data=False)
+        except Exception as error:
+            raise ExportError(f"PyTorch's ONNX exporter failed: {_first_line(error)}") from error
+
+
+def _need_onnx() -> None:
+    import onnx  # noqa: F401
+    import onnxruntime  # noqa: F401
+    import onnxscript  # noqa: F401
+
+
+def _program(model: nn.Module, example: Tensor) -> Any:
+    with in_mode(model, False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(model, (_at_least_two(example),), dynamic_shapes=_any_batch(), strict=False)
+        except Exception as error:
+            raise ExportError(
+                f"torch.export can't trace {type(model).__name__} for any batch size: {_first_line(error)}. "
+                "Its forward must not branch on tensor values, nor fix the batch size in a view"
+            ) from error
+
+
+def _any_batch() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch")},)
+
+
+def _at_least_two(example: Tensor) -> Tensor:
+    """torch.export takes a batch of one for a constant; the second sample differs, or outputs would have no spread."""
+    return example if len(example) > 1 else torch.cat([example, example.flip(-1)])
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+class _File(nn.Module):
+    """A written file as a module, so that it can be verified like one."""
+
+    def __init__(self, run: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.run = (run,)  # in a tuple: an exported module refuses eval() and must not become a child
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run[0](x)
+
+
+def _open_torch(path: Path) -> Callable[[Tensor], Any]:
+    run: Callable[[Tensor], Any] = torch.export.load(path).module()
+    return run
+
+
+def _open_onnx(path: Path) -> Callable[[Tensor], Any]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(y).to(x.device) for y in session.run(None, {name: x.detach().cpu().numpy()})]
+
+    return run

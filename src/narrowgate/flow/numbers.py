@@ -1,0 +1,44 @@
+"""Numbers of channels that a block holds itself, such as ``self.width`` for ``x.split(self.width, 1)``.
+
+They are changed with the channels they count; the replay then runs the user's own code with them. If it does not do
+what was predicted, they stay, and so do the channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from narrowgate.flow.analysis import Flow
+from narrowgate.flow.decide import Decision
+from narrowgate.flow.trace import layer_of, op_name
+
+
+def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
+    """New values of attributes that count channels, by module and attribute."""
+    numbers: dict[str, int] = {}
+    for node, labels, size in flow.parts:
+        left = len(decision.positions(labels))
+        if left == len(labels) or op_name(node) == "chunk":  # a count of parts, not of channels
+            continue
+        new = {size: left * size // len(labels), len(labels): left}
+        numbers |= {key: new[n] for key, n in _numbers_of(flow.modules, layer_of(node)) if n in new}
+    for heads in flow.heads:
+        if heads.labels is None or decision.kept[heads.labels].all():
+            continue
+        count, left = len(heads.labels), len(decision.positions(heads.labels))
+        for key, n in _numbers_of(flow.modules, layer_of(heads.node)):
+            if n == count and "head" in key.rpartition(".")[2] and "dim" not in key.rpartition(".")[2]:
+                numbers[key] = left
+            elif n == count * heads.size:
+                numbers[key] = left * heads.size
+    return numbers
+
+
+def _numbers_of(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str, int]]:
+    """The whole numbers that a block holds; those of a layer follow its weights."""
+    module = modules.get(name, modules[""])
+    prefix = f"{name}." if name in modules else ""
+    if any(module.children()):
+        yield from ((f"{prefix}{key}", n) for key, n in vars(module).items() if type(n) is int)

@@ -1,0 +1,1 @@
+"""The paper again: records of our own runs, its tables and figures with ours beside them."""

@@ -1,0 +1,48 @@
+"""All tables of a folder of results, and a page that holds them between markers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from narrowgate.atomic import replace_file
+from narrowgate.reproduce import cifar, imagenet, method, mnist
+from narrowgate.reproduce.record import RecordError
+from narrowgate.reproduce.runs import load_runs
+from narrowgate.reproduce.tables import Table
+
+SECTIONS = ("mnist", "cifar100", "imagenet", "method")
+
+
+def sections(folder: Path) -> dict[str, list[Table]]:
+    """The tables by section, from the result files in a folder."""
+    if not folder.is_dir():
+        raise RecordError(f"there is no folder {folder}; give the one with the result files with --results")
+    runs = load_runs(folder)
+    return {
+        "mnist": mnist.tables(runs),
+        "cifar100": cifar.tables(runs),
+        "imagenet": imagenet.tables(runs, folder),
+        "method": method.tables(folder),
+    }
+
+
+def with_tables(page: str, tables: dict[str, list[Table]]) -> str:
+    """A page whose text between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` is the section of that name."""
+    for name, found in tables.items():
+        pattern = rf"(<!-- {name}: begin[^>]*-->\n).*?(<!-- {name}: end -->)"
+        places = list(re.finditer(pattern, page, flags=re.DOTALL))
+        if len(places) != 1:
+            raise RecordError(f"the page has {len(places)} places for {name!r}; it needs one begin and one end")
+        text = "\n".join(table.to_markdown() for table in found)
+        page = page[: places[0].end(1)] + text + page[places[0].start(2) :]
+    return page
+
+
+def write_page(path: Path, folder: Path) -> bool:
+    """Put the tables of a folder into a page; whether that changed it."""
+    before = path.read_text(encoding="utf-8")
+    after = with_tables(before, sections(folder))
+    if after != before:
+        replace_file(path, after.encode())
+    return after != before

@@ -1,0 +1,138 @@
+"""``collect``: everything worth keeping of a finished run, from its folder, as one small JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgate.atomic import replace_file
+from narrowgate.storage import META, PLAN
+from narrowgate.train.engine import RECIPE, SMALL
+from narrowgate.train.finish import RESULT
+from narrowgate.train.log import METRICS
+from narrowgate.train.recipe import Recipe
+from narrowgate.train.recipe.toml import write_value
+
+WHAT = "a run of narrowgate train"
+_COLUMNS = {  # of metrics.jsonl, each with its digits after the point; None: significant digits
+    "train_loss": 5,
+    "accuracy": 6,
+    "closed": 5,
+    "parameters": 0,
+    "multiply_adds": 0,
+    "seconds": 2,
+    "strength": None,
+}
+
+
+class RecordError(ValueError):
+    """A folder is not that of a finished run, or a result file can't be read."""
+
+
+def collect(folder: str | Path, base: Path | None = None) -> dict[str, Any]:
+    """The record of a finished run: recipe, versions, course by epoch, architecture, sizes and accuracies.
+
+    Args:
+        base: the recipe file that was given to ``narrowgate train``; the command in the record then names it, and
+            every key in which the run differs from it.
+    """
+    folder = Path(folder)
+    missing = [name for name in (RECIPE, METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
+    if missing:
+        raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
+    recipe = Recipe.load(folder / RECIPE)
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    tables = recipe.tables()
+    tables["data"] = {**tables["data"], "path": ""}  # where it lay is nobody's business
+    finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
+    return {
+        "what": WHAT,
+        "command": command(recipe, base),
+        "date": finished.isoformat(timespec="seconds"),
+        "device": result["device"],
+        "processes": result["processes"],
+        "versions": _versions(folder / SMALL / META),
+        "seed": recipe.train.seed,
+        "recipe": tables,
+        "recipe_digest": result["recipe_digest"],
+        **_outcome(result),
+        **_architecture(folder / SMALL / PLAN),
+        "events": {row["epoch"]: row["event"] for row in rows if row["event"]},
+        "course": {key: [_rounded(row[key], digits) for row in rows] for key, digits in _COLUMNS.items()},
+    }
+
+
+def command(recipe: Recipe, base: Path | None) -> str:
+    """What makes a run of this recipe again, from a file of recipes."""
+    if base is None:
+        return "narrowgate train recipe.toml  # with the tables of `recipe`"
+    start = Recipe.load(base).tables()
+    words = ["narrowgate", "train", f"recipes/{base.name}"]
+    for table, values in recipe.tables().items():
+        for key, value in values.items():
+            if value != start[table].get(key) and (table, key) != ("data", "path"):
+                words += ["--set", f"{table}.{key}={write_value(value)}"]
+    return shlex.join(words)
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record, whole or not at all; lists of numbers share a line."""
+    text = json.dumps(record, indent=1)
+    text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (text + "\n").encode())
+
+
+def _outcome(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and accuracies; what ``finish.finetune_epochs`` did is apart from what removal did."""
+    tuned = bool(result["finetune_epochs"])
+    return {
+        "accuracy": {
+            "gated": _rounded(result["accuracy_gated"], 6),
+            "after_removal": _rounded(result.get("accuracy_removed") if tuned else result["accuracy"], 6),
+            "after_fine_tuning": _rounded(result["accuracy"], 6) if tuned else None,
+            "final": _rounded(result["accuracy"], 6),
+            "validation": _rounded(result["validation_accuracy"], 6),
+        },
+        "parameters": result["parameters"],
+        "parameters_full": result["parameters_full"],
+        "pruned": _rounded(1 - result["parameters"] / result["parameters_full"], 6),
+        "multiply_adds": result["multiply_adds"],
+        "multiply_adds_full": result["multiply_adds_full"],
+        "closed": _rounded(result["closed"], 6),
+        "closed_by_threshold": result["closed_by_threshold"],
+        "max_error": _rounded(result["max_error"], None),
+        "epochs": result["epochs"],
+        "seconds": _rounded(result["seconds"], 1),
+    }
+
+
+def _architecture(path: Path) -> dict[str, Any]:
+    """Channels kept and there before, by layer; the same for the inputs of linear layers that lost some."""
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    inputs = {
+        name.removesuffix(".weight"): [len(cut["keep"]["1"]), cut["shape"][1]]
+        for name, cut in plan["cuts"].items()
+        if len(cut["shape"]) == 2 and "1" in cut["keep"]
+    }
+    return {"architecture": {row["layer"]: [row["kept"], row["total"]] for row in plan["rows"]}, "inputs": inputs}
+
+
+def _versions(path: Path) -> dict[str, str]:
+    """Of the process that trained, which wrote them beside the small network."""
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    return {name: meta[name] for name in ("narrowgate", "torch")}
+
+
+def _rounded(value: float | None, digits: int | None) -> float | int | None:
+    """A number with so many digits after the point, or with five significant ones."""
+    if value is None or isinstance(value, int) or not math.isfinite(value):
+        return value
+    return float(f"{value:.5g}") if digits is None else round(value, digits)

@@ -1,0 +1,184 @@
+"""From what a person types to networks: a run's folder, a saved network's folder, or a network's name."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from narrowgate.atomic import surviving_folder
+from narrowgate.flow.plan import Plan, plan
+from narrowgate.flow.surgery import compact
+from narrowgate.measure.zeroed import zero_channels_
+from narrowgate.models.registry import ModelError, Shape, build, names
+from narrowgate.storage import META, PLAN, load
+
+_RECIPE, _SMALL, _RESULT = "recipe.toml", "small", "result.json"
+_KNOWN_DATA: dict[str, tuple[int, Shape]] = {
+    "mnist": (10, (1, 28, 28)),
+    "cifar10": (10, (3, 32, 32)),
+    "cifar100": (100, (3, 32, 32)),
+    "digits": (10, (1, 8, 8)),
+}
+_IMAGENET: tuple[int, Shape] = (1000, (3, 224, 224))
+
+
+class SourceError(ValueError):
+    """Something that is no network here; says what would do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A network at full size, the small one where a folder holds it, the plan between the two, and its images."""
+
+    name: str
+    full: nn.Module
+    small: nn.Module | None
+    plan: Plan | None
+    image_shape: Shape
+
+    @property
+    def network(self) -> nn.Module:
+        """The small network where there is one."""
+        return self.full if self.small is None else self.small
+
+    def example(self, batch: int = 2) -> Tensor:
+        """Random images, always the same."""
+        return torch.randn((batch, *self.image_shape), generator=torch.Generator().manual_seed(0))
+
+    def zeroed(self, share: float, *, layout: str = "aligned", round_to: int = 1) -> Source:
+        """The same with a small network that lacks this share of each layer's channels: a look, not a result."""
+        if self.small is not None:
+            raise SourceError(f"{self.name} holds a small network already; zero channels of a network's name instead")
+        zeroed = copy.deepcopy(self.full)
+        zero_channels_(zeroed, share)
+        made = plan(zeroed, self.example(), layout=layout, round_to=round_to)
+        return Source(self.name, self.full, compact(zeroed, made), made, self.image_shape)
+
+
+def open_source(what: str, *, model: str = "", classes: int | None = None, image_shape: Shape | None = None) -> Source:
+    """The networks that a run's folder, a saved folder or a name stands for, in eval mode on the CPU.
+
+    Args:
+        model: for a saved folder, the network that it was at full size: a name, or ``package.module:function``.
+        classes: where the name or the folder does not say; 1000 for torchvision's and timm's.
+        image_shape: channels, height and width, in the same way; 3x224x224 for torchvision's, their own for timm's.
+    """
+    path = Path(what)
+    if path.name == _SMALL and (path.parent / _RECIPE).is_file() and not model:
+        path = path.parent
+    if (path / _RECIPE).is_file():
+        return _of_run(path, classes, image_shape)
+    saved = surviving_folder(path.resolve())
+    if saved is not None and (saved / META).is_file():
+        if not model:
+            raise SourceError(
+                f"{path} is a saved network, and which one it was at full size is not written there: add --model NAME, "
+                f"NAME being one of {', '.join(names())} or package.module:function"
+            )
+        return _of_folder(path, model, classes, image_shape)
+    if path.is_dir():
+        raise SourceError(f"{path} is neither a run (no {_RECIPE}) nor a saved network (no {META})")
+    return _of_name(what, classes, image_shape)
+
+
+def _of_run(folder: Path, classes: int | None, image_shape: Shape | None) -> Source:
+    from narrowgate.train.recipe import Recipe
+
+    recipe = Recipe.load(folder / _RECIPE)
+    if not (folder / _SMALL / META).is_file():
+        raise SourceError(f"{folder} has no small network yet; finish the run with narrowgate train ... --resume")
+    result = folder / _RESULT
+    written = json.loads(result.read_text()) if result.is_file() else {}
+    known: tuple[int | None, Shape | None] = _KNOWN_DATA.get(recipe.data.source, (None, None))
+    if recipe.data.source == "folder":
+        side = recipe.data.size or 224
+        known = (None, (3, side, side))
+    classes = classes or written.get("classes") or known[0]
+    image_shape = image_shape or written.get("image_shape") or known[1]
+    if classes is None or image_shape is None:
+        missing = " and ".join(
+            option for option, value in (("--classes N", classes), ("--image-shape C,H,W", image_shape)) if not value
+        )
+        raise SourceError(f"{folder} does not say what its data was like ({recipe.data.source}): add {missing}")
+    shape: Shape = tuple(image_shape)
+    number = classes
+
+    def builder() -> nn.Module:
+        return build(recipe.model.name, number, image_shape=shape, **recipe.model.options)
+
+    return _with_small(str(folder), builder, folder / _SMALL, shape)
+
+
+def _of_folder(folder: Path, model: str, classes: int | None, image_shape: Shape | None) -> Source:
+    builder, shape = _builder(model, classes, image_shape)
+    return _with_small(str(folder), builder, folder, shape)
+
+
+def _with_small(name: str, builder: Callable[[], nn.Module], folder: Path, shape: Shape) -> Source:
+    small = load(folder, builder).eval()
+    made = Plan.from_json(((surviving_folder(folder.resolve()) or folder) / PLAN).read_text())
+    return Source(name, _fresh(builder), small, made, shape)
+
+
+def _of_name(name: str, classes: int | None, image_shape: Shape | None) -> Source:
+    library = name.partition("/")[0]
+    if "/" in name and ":" not in name and library not in ("torchvision", "timm"):
+        raise SourceError(f"there is no folder {name}, and networks are called {', '.join(names())}")
+    builder, shape = _builder(name, classes, image_shape)
+    return Source(name, _fresh(builder), None, None, shape)
+
+
+def _fresh(builder: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return builder().eval()
+
+
+def _builder(name: str, classes: int | None, shape: Shape | None) -> tuple[Callable[[], nn.Module], Shape]:
+    if ":" in name:
+        if shape is None:
+            raise SourceError(f"what images {name} takes is not known: add --image-shape C,H,W")
+        return _imported(name), shape
+    usual_classes, usual_shape = _usual(name)
+    number, images = classes or usual_classes, shape or usual_shape
+    return lambda: build(name, number, image_shape=images), images
+
+
+def _usual(name: str) -> tuple[int, Shape]:
+    library, slash, rest = name.partition("/")
+    if not slash:
+        return (10, (1, 28, 28)) if name == "lenet5" else (100, (3, 32, 32))
+    if library == "timm":
+        try:
+            import timm
+        except ImportError as error:
+            raise ModelError(f"{name} needs timm: pip install timm") from error
+        settings = timm.get_pretrained_cfg(rest) if timm.is_model(rest) else None
+        if settings is not None:
+            channels, height, width = settings.input_size
+            return 1000, (channels, height, width)
+    return _IMAGENET
+
+
+def _imported(name: str) -> Callable[[], nn.Module]:
+    """``package.module:function``, looked for in the current folder too, as ``python -m`` does."""
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SourceError(f"{name} can't be imported: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(function):
+        raise SourceError(f"{name} is a {type(function).__name__}; it must be a function that makes the network")
+    made: Callable[[], nn.Module] = function
+    return made

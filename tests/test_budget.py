@@ -1,0 +1,293 @@
+"""Budget: a run that ends at the size that was asked for."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+from narrowgate.train.budget import Budget, parse_target
+from narrowgate.train.ranking import nearest
+from narrowgate.train.shrink import Shrinker
+
+
+class Residual(nn.Module):
+    """Convolutions, BatchNorms and a residual stream for 1 x 8 x 8 images, like the demo's."""
+
+    def __init__(self):
+        super().__init__()
+        for name, inputs, outputs in (("stem", 1, 24), ("a", 24, 24), ("b", 24, 24), ("head", 24, 48)):
+            layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+            setattr(self, name, nn.Sequential(layer, nn.BatchNorm2d(outputs, momentum=0.3)))
+        self.classifier = nn.Linear(48, 10)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = F.relu(x + self.b(F.relu(self.a(x))))
+        x = F.relu(self.head(F.max_pool2d(x, 2)))
+        return self.classifier(x.mean((2, 3)))
+
+
+class Simple(nn.Sequential):
+    """Two hidden layers, quick to plan."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 10))
+
+
+EXAMPLE = torch.zeros(2, 1, 8, 8)
+
+
+def gated(build=Simple, kind="exponential", **options):
+    model = build()
+    gates = ng.attach_gates_(model, kind, **options)
+    return model, gates
+
+
+def left(model, kind):
+    """What removal leaves, counted on the small model itself."""
+    small = ng.compact(model, ng.plan(model, EXAMPLE))
+    counts = [ng.summarize(each, EXAMPLE) for each in (small, type(model)())]
+    small, full = ((each.parameters if kind == "params" else each.multiply_adds) for each in counts)
+    return small / full
+
+
+@pytest.fixture(scope="module")
+def digits():
+    images, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    return images[:1152], torch.tensor(labels)[:1152], images[1152:], torch.tensor(labels)[1152:]
+
+
+def train(model, penalty, optimizer, digits):
+    x, y, _, _ = digits
+    model.train()
+    for batch in torch.randperm(len(y)).split(64):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x[batch]), y[batch]) + penalty()).backward()
+        optimizer.step()
+
+
+def error(model, digits):
+    with torch.no_grad():
+        return (model.eval()(digits[2]).argmax(1) != digits[3]).float().mean().item()
+
+
+def run_to(target, epochs, digits, shrinks, **options):
+    """Train to a target and check that it was met; the test error."""
+    model, gates = gated(Residual, **options)
+    penalty = ng.Penalty(gates, "l1", 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+    threshold = 1e-4 if gates.kind == "linear" else 0.0
+    budget = Budget(target, model, EXAMPLE, penalty, epochs, optimizer=optimizer, threshold=threshold)
+    assert penalty.strength > 0
+    shrinker = Shrinker(model, EXAMPLE, optimizer, every=2) if shrinks else None
+    for epoch in range(epochs):
+        train(model, penalty, optimizer, digits)
+        assert budget.step(epoch) == penalty.strength
+        if shrinker:
+            shrinker.step(epoch)
+    kind, share = parse_target(target)
+    assert left(model, kind) == pytest.approx(share, abs=0.02)
+    assert budget.left == pytest.approx(left(model, kind), abs=1e-9) and penalty.strength == 0
+    assert not shrinks or shrinker.removed > 0
+    return error(model, digits)
+
+
+@pytest.mark.parametrize("target, placement", [("params: 50%", "after-norm"), ("flops: 30%", "before-norm")])
+def test_a_short_run_ends_at_its_target(target, placement, digits):
+    run_to(target, 4, digits, shrinks=target.startswith("params"), placement=placement)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["before-norm", "after-norm"])
+@pytest.mark.parametrize("shrinks", [False, True])
+@pytest.mark.parametrize("share", [50, 30, 10])
+@pytest.mark.parametrize("kind", ["params", "flops"])
+def test_a_run_ends_at_its_target_and_has_learned(kind, share, shrinks, placement, digits):
+    wrong = run_to(f"{kind}: {share}%", 20, digits, shrinks, placement=placement)
+    assert wrong < (0.15 if share > 10 else 0.5)  # chance is 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["params: 30%", "flops: 10%"])
+def test_linear_gates_end_at_their_target(target, digits):
+    assert run_to(target, 20, digits, shrinks=False, kind="linear") < 0.5
+
+
+def test_without_a_budget_nothing_of_the_kind_happens(digits):
+    model, gates = gated(Residual)
+    penalty = ng.Penalty(gates, "l1", 1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for _ in range(2):
+        train(model, penalty, optimizer, digits)
+    assert left(model, "params") == 1
+
+
+def test_an_avalanche_is_taken_back_to_the_target():
+    """All but a few gates fall in one epoch, as gates before a BatchNorm do: the largest of them open again."""
+    model, gates = gated(Residual)
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    for gate in gates.modules():
+        gate.g.data.uniform_(0.5, 1.0)
+    budget = Budget("params: 40%", model, EXAMPLE, penalty, 100)
+    budget.step(0)
+    before = gates.flat().detach().clone()
+    for gate in gates.modules():
+        gate.g.data[2:] = 1e-5
+    assert left(model, "params") < 0.1
+    assert budget.step(1) == 0 and budget.holding
+    assert left(model, "params") == pytest.approx(0.4, abs=0.02)
+    after = gates.flat().detach()
+    opened = (after != 0) & (after == before)
+    shut = after == 0
+    assert opened.sum() > 10 and before[opened].median() > before[shut].median()
+
+
+def test_a_collapse_is_undone():
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100)
+    budget.step(0)
+    for gate in gates.modules():
+        gate.g.data.zero_()
+    with pytest.raises(ng.CollapseError):
+        ng.plan(model, EXAMPLE)
+    budget.step(1)
+    assert left(model, "params") == pytest.approx(0.4, abs=0.02)
+
+
+def test_the_target_is_held():
+    model, gates = gated()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    budget = Budget("flops: 30%", model, EXAMPLE, penalty, 10, optimizer=optimizer)
+    (model(torch.randn_like(EXAMPLE)).sum() + penalty()).backward()
+    optimizer.step()
+    assert all(optimizer.state[g]["momentum_buffer"].any() for g in gates.parameters())
+    budget.step(6)
+    assert budget.holding and penalty.strength == 0
+    assert not any(optimizer.state[g]["momentum_buffer"].any() for g in gates.parameters())
+    assert optimizer.state[model[1].weight]["momentum_buffer"].any()
+    for change in (0.0, 0.7):  # some close, then some open
+        for gate in gates.modules():
+            gate.g.data[: gate.size // 3] = change
+        assert abs(left(model, "flops") - 0.3) > 0.02
+        budget.step(7)
+        assert left(model, "flops") == pytest.approx(0.3, abs=0.02)
+
+
+def test_the_strength_follows_the_gates():
+    def strengths(speed):
+        model, gates = gated()
+        budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100)
+        found = []
+        for epoch in range(4):
+            found.append(budget.step(epoch))
+            for gate in gates.modules():
+                gate.g.data -= speed
+        return found
+
+    assert strengths(0.0) == pytest.approx([1e-3, 1e-2, 1e-1, 1])  # nothing moves: quickly up
+    assert strengths(0.2)[1:] == pytest.approx([1e-3 / 3**n for n in (1, 2, 3)])  # far too fast
+    assert strengths(1 / 70) == pytest.approx([1e-3] * 4, rel=0.05)  # on time
+    assert strengths(-0.1)[-1] == pytest.approx(1)
+
+
+def test_few_plans_are_made(monkeypatch):
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)
+    made = []
+    cost = budget._cost
+    monkeypatch.setattr(budget, "_cost", lambda: made.append(1) or cost())
+    for epoch in range(60):
+        budget.step(epoch)
+    assert 0 < len(made) <= 2 * 6  # two looks
+    made.clear()
+    budget.step(209)
+    assert budget.holding
+    made.clear()
+    for epoch in range(210, 230):
+        budget.step(epoch)
+    assert len(made) == 1  # a look every thirty epochs
+
+
+def run(digits, resume=None):
+    """Six epochs with shrinking; ``resume`` is what one of them left."""
+    torch.manual_seed(5)
+    model, gates = gated()
+    penalty = ng.Penalty(gates, "l1", 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    budget = Budget("params: 40%", model, EXAMPLE, penalty, 5, optimizer=optimizer)
+    shrinker = Shrinker(model, EXAMPLE, optimizer, every=1)
+    start, saved = 0, []
+    if resume:
+        start, ours, theirs, weights, moments = resume
+        shrinker.load_state_dict(json.loads(theirs))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        budget.load_state_dict(json.loads(ours))
+    for epoch in range(start, 5):
+        torch.manual_seed(epoch)
+        train(model, penalty, optimizer, digits)
+        budget.step(epoch)
+        shrinker.step(epoch)
+        states = json.dumps(budget.state_dict()), json.dumps(shrinker.state_dict())
+        saved.append((epoch + 1, *states, *copy.deepcopy((model.state_dict(), optimizer.state_dict()))))
+    return saved
+
+
+def test_a_resumed_run_ends_at_the_same_bits(digits):
+    whole = run(digits)
+    for at in (0, 2):
+        again = run(digits, whole[at])
+        assert again[-1][1] == whole[-1][1]
+        ours, theirs = again[-1][3], whole[-1][3]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 100])
+def test_the_search_finds_what_trying_all_finds(most):
+    for power in (1, 2, 5):
+        for target in (0.9, 0.5, 0.1, 0.001):
+            values = [(1 - count / (most + 1)) ** power for count in range(most + 1)]
+            tried = []
+            found = nearest(lambda n: tried.append(n) or values[n], target, {0: 1.0}, most, 0.0)  # noqa: B023
+            assert abs(values[found] - target) == min(abs(value - target) for value in values)
+            assert len(tried) == len(set(tried)) <= 2 + 2 * math.ceil(math.log2(most + 1))
+
+
+WRONG = ["30%", "params 30%", "params: 30", "size: 30%", "flops: 0%", "flops: 100%", "", "params: 3.0.1%", None]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_target_that_cannot_be_read_is_shown_with_the_right_form(text):
+    with pytest.raises(ValueError, match=r"params: 30%.*flops: 50%"):
+        parse_target(text)
+
+
+def test_targets_are_read():
+    assert parse_target("params: 30%") == ("params", 0.3)
+    assert parse_target(" flops :12.5 % ") == ("flops", 0.125)
+
+
+def test_targets_out_of_reach_and_wrong_runs_are_named():
+    model = Residual()
+    gates = ng.attach_gates_(model, where=lambda name, module: name == "b.0")
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    with pytest.raises(ValueError, match=r"'params: 10%' is out of reach.*% remain"):
+        Budget("params: 10%", model, EXAMPLE, penalty, 10)
+    with pytest.raises(ValueError, match="epochs"):
+        Budget("params: 90%", model, EXAMPLE, penalty, 0)
+    assert gates.closed_fraction() == 0  # trying left no trace
+
+
+def test_gates_that_are_not_numbers_are_named():
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)
+    gates["1"].g.data[0] = math.nan
+    with pytest.raises(ValueError, match="of 1 contain NaN"):
+        budget.step(0)

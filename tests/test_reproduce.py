@@ -1,0 +1,313 @@
+"""The paper's tables from result files: its numbers, what a run's record holds, and a page that is up to date."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("typer")
+
+from engine_helpers import LENET, rows, train, write_images
+from typer.testing import CliRunner
+
+from narrowgate import cli
+from narrowgate.reproduce import cifar, imagenet, mnist, paper
+from narrowgate.reproduce.page import sections, with_tables, write_page
+from narrowgate.reproduce.paper import Kind
+from narrowgate.reproduce.record import RecordError, collect, write_record
+from narrowgate.reproduce.runs import Run, kind_of, load_runs, mean_and_spread
+from narrowgate.reproduce.tables import NO_IMAGENET, NO_RUN, short
+from narrowgate.train.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+PAPER_TEXT = sorted((ROOT.parent / "shared" / "paper").glob("*.txt"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of LeNet-5 on a few small images."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_images(folder / "images.npz", side=28)
+    train(LENET, folder / "run", data, "train.seed=7", 'shrink.layout="scatter"')
+    return folder / "run"
+
+
+def run(**changes):
+    """A run of MobileNetV2 that is as good as the paper's."""
+    start = Run(
+        "a.json", "cifar100", "mobilenetv2", Kind("l1", "exp"), "λ1 3e-4", "{}", 0, 240, 3e-4, 0.76, 0.76, None, 10**5,
+        0.8, 10**6, 1.0,
+    )  # fmt: skip
+    return dataclasses.replace(start, **changes)
+
+
+def cells(table, key):
+    """The rows of a table that begin with a word."""
+    return [row for row in table.rows if row[0] == key]
+
+
+# --- the paper's numbers
+
+
+@pytest.mark.skipif(not PAPER_TEXT, reason="the paper's text is not here")
+def test_every_number_of_the_paper_is_in_its_text():
+    text = PAPER_TEXT[0].read_text().replace("\\", "")
+    numbers = [("-".join(map(str, row.kept)), f"{row.error:g}") for row in paper.TABLE_1]
+    numbers += [(f"{row.pruned:g}%", f"{row.accuracy:g}%") for row in paper.FIGURE_2 if row.pruned is not None]
+    numbers += [(f"{r.top1:g}", f"{r.top5:g}", f"{r.parameters:.2f}", f"{r.flops:.1f} M") for r in paper.TABLE_2]
+    numbers += [(f"{r.sparsity:g}%", f"{r.top1_lost:g}%") for r in paper.FIGURE_4 if r.sparsity is not None]
+    wanted = {number for row in numbers for number in row}
+    assert len(wanted) > 30 and not [number for number in wanted if number not in text]
+    assert "9-20-54-28" not in text
+
+
+def test_every_row_has_a_recipe_of_its_kind():
+    for row in paper.FIGURE_2:
+        recipe = Recipe.load(ROOT / "recipes" / f"{row.recipe}.toml")
+        assert (recipe.model.name, kind_of(recipe.tables())) == (row.network, row.kind), row.recipe
+        assert recipe.train.epochs == paper.EPOCHS[row.network]
+    for line in paper.TABLE_1:
+        if line.recipe:
+            recipe = Recipe.load(ROOT / "recipes" / f"{line.recipe}.toml")
+            strength = recipe.penalty.strength or recipe.optimizer.weight_decay
+            assert (kind_of(recipe.tables()).regulariser, strength) == (line.regulariser, line.strength)
+
+
+def test_weights_of_lenet():
+    assert paper.lenet_weights(paper.LENET) == 430_500
+
+
+# --- records
+
+
+def test_record_holds_the_run(finished):
+    made = collect(finished)
+    result, log = json.loads((finished / "result.json").read_text()), rows(finished)
+    assert made["seed"] == 7 and made["recipe"]["penalty"]["strength"] == 0.8
+    assert made["parameters"] == result["parameters"] < made["parameters_full"] == 431_080 - 6 * 501
+    assert made["accuracy"]["gated"] == made["accuracy"]["after_removal"] == round(result["accuracy"], 6)
+    assert made["accuracy"]["after_fine_tuning"] is None
+    assert made["course"]["train_loss"] == [round(row["train_loss"], 5) for row in log]
+    assert {len(column) for column in made["course"].values()} == {5}
+    assert made["versions"].keys() == {"narrowgate", "torch"} and made["recipe"]["data"]["path"] == ""
+    conv1, features, fc1 = made["architecture"]["conv1"], made["inputs"]["fc1"], made["architecture"]["fc1"]
+    conv2 = made["architecture"]["conv2"]
+    assert (conv1[1], conv2[1], features[1], fc1[1]) == paper.LENET
+    widths = (conv1[0], conv2[0], features[0], fc1[0])
+    biases = widths[0] + widths[1] + widths[3] + 10
+    other_classes = 6 * (widths[3] + 1)  # these images have four
+    assert made["architecture"]["fc2"] == [4, 4]
+    assert made["parameters"] == paper.lenet_weights(widths) + biases - other_classes
+
+
+def test_record_is_one_small_file_that_the_tables_read(finished, tmp_path):
+    made = collect(finished)
+    write_record(tmp_path / "results" / "mnist" / "a.json", made)
+    text = (tmp_path / "results" / "mnist" / "a.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(made)) and str(finished) not in text
+    assert [path.name for path in (tmp_path / "results" / "mnist").iterdir()] == ["a.json"]
+    (read,) = load_runs(tmp_path / "results")
+    assert (read.network, read.kind, read.seed, read.epochs) == ("lenet5", Kind("l1", "exp"), 7, 5)
+    assert read.widths[2] == made["inputs"]["fc1"][0] and "proximal" in read.settings
+
+
+def test_record_of_240_epochs_is_below_60_kilobytes(finished, tmp_path):
+    made = collect(finished)
+    made["course"] = {key: [column[-1]] * 240 for key, column in made["course"].items()}
+    made["architecture"] = {f"stages.2.17.conv{i}": [1234, 2345] for i in range(200)}
+    write_record(tmp_path / "a.json", made)
+    assert (tmp_path / "a.json").stat().st_size < 60_000
+
+
+def test_the_command_names_the_recipe_and_what_was_changed(finished, tmp_path):
+    base = tmp_path / "lenet.toml"
+    base.write_text(LENET)
+    words = "narrowgate train recipes/lenet.toml --set train.seed=7 --set 'shrink.layout=\"scatter\"'"
+    assert collect(finished, base)["command"] == words
+
+
+def test_accuracy_after_fine_tuning_is_not_that_after_removal(finished, tmp_path):
+    for name in ("recipe.toml", "metrics.jsonl", "small/plan.json", "small/meta.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    result = json.loads((finished / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**result, "finetune_epochs": 2, "accuracy": 0.5}))
+    accuracy = collect(tmp_path)["accuracy"]
+    assert accuracy["after_fine_tuning"] == accuracy["final"] == 0.5
+    assert accuracy["after_removal"] is None and accuracy["gated"] == round(result["accuracy_gated"], 6)
+
+
+def test_an_unfinished_run_has_no_record(finished, tmp_path):
+    (tmp_path / "recipe.toml").write_text((finished / "recipe.toml").read_text())
+    with pytest.raises(RecordError, match=r"lacks metrics\.jsonl, result\.json"):
+        collect(tmp_path)
+
+
+def test_a_damaged_result_file_is_named(tmp_path):
+    (tmp_path / "a.json").write_text('{"what": "a run of narrowgate train"}')
+    with pytest.raises(RecordError, match=r"a\.json can't be read as a result"):
+        load_runs(tmp_path)
+
+
+# --- tables
+
+
+def test_mnist_rows_have_our_numbers_beside_the_papers():
+    results = mnist.tables(load_runs(RESULTS))[0]
+    record = json.loads((RESULTS / "mnist" / "l2-5e-4-seed0.json").read_text())
+    (row,) = cells(results, "l2, 5e-4")
+    assert row[1:4] == ("8-19-117-24", "7,048", "0.79")
+    assert row[4] == record["architecture"] and row[6] == f"{record['error_after_removal_percent']:.2f}"
+    both = cells(results, "bounded-l1, 4e-3")[0]
+    assert both[6] == "1.16 ± 0.12" and both[7] == "2 (seed 0)"
+    chosen = [row[4] for row in results.rows if "chosen" in row[-1]]
+    assert chosen == ["9-13-68-30", "8-10-27.5-19.5", "9-12-36-21"]
+
+
+def test_rows_without_a_run_say_so():
+    assert {row[4] for row in mnist.tables([])[0].rows} == {NO_RUN, "cited there"}
+    for table in cifar.tables([]):
+        assert {row[3] for row in table.rows} == {NO_RUN} and len(table.rows) >= 10
+    tables = imagenet.tables([], RESULTS)
+    assert {row[5] for row in tables[0].rows} == {NO_IMAGENET} == {row[3] for row in tables[1].rows}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reached"),
+    [
+        ({}, "both"),
+        ({"accuracy": 0.7532}, "size"),
+        ({"pruned": 0.7582}, "accuracy"),
+        ({"accuracy": 0.7532, "pruned": 0.7582}, "neither"),
+    ],
+)
+def test_reached_is_what_is_not_worse(changes, reached):
+    (row,) = cells(cifar.tables([run(**changes)])[0], "l1 + exp")
+    assert row[6] == reached
+
+
+def test_seeds_are_counted_together_and_other_settings_apart():
+    runs = [run(), run(seed=1, accuracy=0.78), run(config="other", settings="λ1 1e-3")]
+    first, second = cells(cifar.tables(runs)[0], "l1 + exp")
+    assert first[4:6] == ("77.00 ± 1.41", "2 (seeds 0, 1)") and second[5] == "1 (seed 0)"
+
+
+@pytest.mark.parametrize("change", [{"epochs": 60}, {"validation": 0.7}, {"steered": True}])
+def test_short_steered_and_validation_runs_fill_no_row_of_the_paper(change):
+    tables = cifar.tables([run(**change)])
+    (row,) = cells(tables[0], "l1 + exp")
+    assert row[3] == NO_RUN and len(tables) == 4
+    assert ("70.00" in tables[3].rows[0]) == ("validation" in change)
+
+
+@pytest.mark.parametrize("change", [{"steered": True}, {"kind": Kind("l0", "hard-concrete")}, {"strength": None}])
+def test_mnist_runs_of_other_kinds_stand_apart(change):
+    mine = run(data="mnist", network="lenet5", widths=(9, 12, 36, 21), strength=1e-3)
+    first, second = mnist.tables([mine])[0], mnist.tables([dataclasses.replace(mine, **change)])
+    assert cells(first, "l1, 1e-3")[0][4] == "9-12-36-21" and cells(second[0], "l1, 1e-3")[0][4] == NO_RUN
+    assert second[1].rows[0][1:4] == ("9-12-36-21", "3,891", "24.00")
+
+
+def test_a_run_goes_to_the_nearest_of_two_markers():
+    table = cifar.tables([run(network="resnet164", kind=Kind("bounded-l1", "exp"), pruned=0.45)])[2]
+    weak, strong = cells(table, "bounded-l1 + exp")
+    assert (weak[1], weak[3]) == ("30.73", NO_RUN) and (strong[1], strong[3]) == ("47.00", "45.00")
+
+
+def test_imagenet_run_beside_table_2():
+    mine = run(data="imagenet", parameters=2_900_000, multiply_adds=250_000_000)
+    (row,) = cells(imagenet.tables([mine], RESULTS)[0], "l1 + exp")
+    assert row[1] == "3.00" and row[5:8] == ("2.90", "250.0", "76.00")
+
+
+def test_numbers_as_people_write_them():
+    assert [short(v) for v in (0, 5e-4, 1.5e-3, 0.1, 1e-12)] == ["0", "5e-4", "1.5e-3", "0.1", "1e-12"]
+    assert mean_and_spread([1.0]) == "1.00" and mean_and_spread([1.0, 3.0]) == "2.00 ± 1.41"
+
+
+# --- the page and the command
+
+
+def test_the_page_is_up_to_date_with_the_results():
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert with_tables(page, sections(RESULTS)) == page, (
+        "run: narrowgate reproduce all --out docs/img --write docs/reproduction.md"
+    )
+
+
+def test_a_new_result_makes_the_page_stale(tmp_path):
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    record = json.loads((RESULTS / "mnist" / "l2-5e-4-seed0.json").read_text())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text(json.dumps({**record, "error_after_removal_percent": 0.31}))
+    (tmp_path / "page.md").write_text(page)
+    assert write_page(tmp_path / "page.md", tmp_path / "results")
+    assert "| 0.31 |" in (tmp_path / "page.md").read_text()
+    assert not write_page(tmp_path / "page.md", tmp_path / "results")
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path):
+    with pytest.raises(RecordError, match="0 places for 'mnist'"):
+        with_tables("text", sections(RESULTS))
+    with pytest.raises(RecordError, match="there is no folder"):
+        sections(tmp_path / "nowhere")
+
+
+def test_the_readmes_mnist_table_is_in_the_result_files():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| [^|]+ \| (\d+-\d+-\d+-\d+) \| ([\d.]+) % \|", page, re.MULTILINE)
+    known = {(_dashed(r), f"{100 * (1 - r.accuracy):.2f}") for r in load_runs(RESULTS) if r.widths}
+    assert len(found) == 4 and not [row for row in found if row not in known]
+    assert ("9-17-106-28", "0.79") not in known
+
+
+def numbers_in(text):
+    """All numbers of a text."""
+    return [float(token) for token in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text.replace(",", ""))]
+
+
+def rounds_to(number, token):
+    """Whether a number is what a token shows, at the digits it shows."""
+    shown = f"{number:.0e}" if "e" in token else f"{number:.{len(token.partition('.')[2])}f}"
+    return float(shown) == float(token)
+
+
+def test_the_readmes_measured_figures_are_in_the_files_they_name():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    checked = 0
+    for measured, file in re.findall(
+        r"^\| [^|]+ \| ([^|]+) \| \[[^]]+\]\((benchmarks/[^)]+)\) \|$", page, re.MULTILINE
+    ):
+        known = numbers_in((ROOT / file).read_text(encoding="utf-8"))
+        for token in re.findall(r"\d+\.\d+|\d+e-\d+|\d+", measured):
+            assert any(rounds_to(number, token) for number in known), f"{token} is not in {file}"
+            checked += 1
+    assert checked >= 10 and not any(rounds_to(number, "0.123") for number in (0.124, 0.1224))
+
+
+def test_no_measured_number_hides_in_the_pages_prose():
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    prose = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->|^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose) < 0.7 * len(page)
+    assert set(re.findall(r"\d+\.\d+|\d+ %", prose)) <= {"12.5"}
+
+
+def _dashed(read):
+    return "-".join(map(str, read.widths))
+
+
+def test_reproduce_prints_ours_beside_the_papers():
+    result = CliRunner().invoke(cli.build_app(), ["reproduce", "mnist", "--results", str(RESULTS)])
+    assert result.exit_code == 0, result.output
+    assert "8-19-117-24" in result.output and "CIFAR" not in result.output
+
+
+def test_record_and_reproduce_say_what_is_wrong(tmp_path):
+    for arguments in (["record", str(tmp_path), "--out", str(tmp_path / "a.json")], ["reproduce", "--results", "no"]):
+        result = CliRunner().invoke(cli.build_app(), arguments)
+        assert result.exit_code == 1 and result.output.startswith("narrowgate: ")
+    assert not (tmp_path / "a.json").exists()

@@ -1,0 +1,128 @@
+"""From what a person types to networks: runs, saved folders, names."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgate as ng
+from narrowgate.models import LeNet5, ModelError
+from narrowgate.source import SourceError, open_source
+from narrowgate.train.recipe import Recipe
+
+RECIPE = '[model]\nname = "{name}"\n[data]\nsource = "{source}"\n[train]\nepochs = 1\n'
+
+
+def small_lenet(folder):
+    """A saved LeNet-5 without half of its first layer."""
+    model = LeNet5()
+    with torch.no_grad():
+        model.conv1.weight[::2], model.conv1.bias[::2] = 0, 0
+    images = torch.rand(2, 1, 28, 28)
+    plan = ng.plan(model, images)
+    small = ng.compact(model, plan)
+    ng.save(small, plan, folder)
+    return small.eval()
+
+
+def run_folder(folder, source="mnist", result=None):
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(Recipe.from_toml(RECIPE.format(name="lenet5", source=source)).to_toml())
+    small = small_lenet(folder / "small")
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    return small
+
+
+def test_a_name_is_a_whole_network_for_its_usual_images():
+    source = open_source("lenet5")
+    assert isinstance(source.full, LeNet5) and source.small is None and source.network is source.full
+    assert source.image_shape == (1, 28, 28) and source.example(3).shape == (3, 1, 28, 28)
+    assert not source.full.training and source.full(source.example()).shape == (2, 10)
+    assert torch.equal(source.full.conv1.weight, open_source("lenet5").full.conv1.weight)
+
+
+def test_classes_and_image_shape_are_taken():
+    source = open_source("resnet", classes=7, image_shape=(1, 8, 8))
+    assert source.full(source.example()).shape == (2, 7)
+
+
+def test_torchvision_and_timm_names_have_their_own_sizes():
+    pytest.importorskip("torchvision")
+    source = open_source("torchvision/resnet18")
+    assert source.image_shape == (3, 224, 224) and source.full.fc.out_features == 1000
+    pytest.importorskip("timm")
+    assert open_source("timm/test_resnet").image_shape == (3, 160, 160)
+
+
+@pytest.mark.parametrize("what", ["run", "run/small"])
+def test_a_run_has_both_networks(tmp_path, what):
+    small = run_folder(tmp_path / "run")
+    source = open_source(str(tmp_path / what))
+    assert source.full.conv1.out_channels == 20 and source.small.conv1.out_channels == 10
+    x = source.example()
+    assert torch.equal(source.network(x), small(x)) and source.plan.rows[0].total == 20
+
+
+def test_a_run_says_what_its_data_was_like_or_asks(tmp_path):
+    run_folder(tmp_path / "run", "npz")
+    with pytest.raises(SourceError, match=r"\(npz\): add --classes N and --image-shape C,H,W"):
+        open_source(str(tmp_path / "run"))
+    with pytest.raises(SourceError, match=r"\(npz\): add --image-shape C,H,W"):
+        open_source(str(tmp_path / "run"), classes=10)
+    assert open_source(str(tmp_path / "run"), classes=10, image_shape=(1, 28, 28)).small is not None
+    (tmp_path / "run" / "result.json").write_text(json.dumps({"classes": 10, "image_shape": [1, 28, 28]}))
+    assert open_source(str(tmp_path / "run")).image_shape == (1, 28, 28)
+
+
+def test_a_run_that_is_not_finished_says_so(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text(RECIPE.format(name="lenet5", source="mnist"))
+    with pytest.raises(SourceError, match="no small network yet; finish the run with narrowgate train"):
+        open_source(str(tmp_path / "run"))
+
+
+def test_a_saved_folder_needs_the_name_of_its_network(tmp_path):
+    small = small_lenet(tmp_path / "mine")
+    with pytest.raises(SourceError, match="add --model NAME"):
+        open_source(str(tmp_path / "mine"))
+    source = open_source(str(tmp_path / "mine"), model="lenet5")
+    assert torch.equal(source.network(source.example()), small(source.example()))
+
+
+def test_a_function_of_ones_own_makes_the_network(tmp_path, monkeypatch):
+    small_lenet(tmp_path / "mine")
+    (tmp_path / "my_own_networks.py").write_text(
+        "from narrowgate.models import LeNet5\nnumber = 3\n\n\ndef make():\n    return LeNet5()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    source = open_source("mine", model="my_own_networks:make", image_shape=(1, 28, 28))
+    assert source.small.conv1.out_channels == 10
+    assert isinstance(open_source("my_own_networks:make", image_shape=(1, 28, 28)).full, nn.Module)
+    with pytest.raises(SourceError, match="add --image-shape C,H,W"):
+        open_source("my_own_networks:make")
+    with pytest.raises(SourceError, match="my_own_networks:mkae can't be imported"):
+        open_source("my_own_networks:mkae", image_shape=(1, 28, 28))
+    with pytest.raises(SourceError, match="is a int; it must be a function"):
+        open_source("my_own_networks:number", image_shape=(1, 28, 28))
+    with pytest.raises(SourceError, match="nowhere:make can't be imported"):
+        open_source("nowhere:make", image_shape=(1, 28, 28))
+
+
+def test_what_is_nothing_is_said_to_be_nothing(tmp_path):
+    with pytest.raises(SourceError, match=r"no folder runs/first, and networks are called lenet5, .*torchvision/NAME"):
+        open_source("runs/first")
+    with pytest.raises(SourceError, match=r"neither a run \(no recipe.toml\) nor a saved network"):
+        open_source(str(tmp_path))
+    with pytest.raises(ModelError, match="no network 'lenet6'; did you mean lenet5"):
+        open_source("lenet6")
+
+
+def test_zeroed_is_smaller_and_only_for_whole_networks(tmp_path):
+    source = open_source("lenet5")
+    half = source.zeroed(0.5)
+    assert half.small.conv1.out_channels == 10 and half.full is source.full and source.full.conv1.weight.all()
+    assert source.zeroed(0.5, round_to=8).small.conv1.out_channels == 16
+    with pytest.raises(SourceError, match="holds a small network already"):
+        half.zeroed(0.5)
