@@ -84,6 +84,54 @@ def test_rewinding_what_does_not_exist(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def snapshots(folder):
+    return [json.loads(line) for line in (folder / "gates.jsonl").read_text().splitlines()]
+
+
+def test_gates_are_counted_by_order_of_magnitude(tmp_path):
+    gates = gates_at(0.0, 1e-5, 2e-3, 1.0, 1.0, 9.0, dtype=torch.float32)  # values 0, 0, 4e-6, 0.63, 0.63, 1
+    log = RunLog(tmp_path, tensorboard=False)
+    log.epoch(row(1), gates)
+    log.close()
+    (taken,) = snapshots(tmp_path)
+    closed, *counts = taken["layers"]["0"]
+    edges = taken["edges"]
+    assert (edges[0], edges[-1], len(edges), len(counts)) == (1e-8, 1.0, 25, 25)
+    assert closed == 2
+    assert {i: count for i, count in enumerate(counts) if count} == {7: 1, 23: 2, 24: 1}
+    assert edges[7] < 4e-6 < edges[8] and edges[23] < 0.632 < edges[24]
+
+
+@pytest.mark.parametrize(
+    "epochs, expected",
+    [(3, [1, 2, 3]), (59, [1, *range(2, 59, 2), 59]), (240, [1, *range(8, 241, 8)])],
+)
+def test_some_thirty_snapshots_of_the_gates_a_run(tmp_path, epochs, expected):
+    gates = gates_at(0.0, 1.0, dtype=torch.float32)
+    log = RunLog(tmp_path, tensorboard=False)
+    for epoch in range(1, epochs + 1):
+        log.epoch(row(epoch, epochs), gates)
+        assert (epoch in expected) == (snapshots(tmp_path)[-1]["epoch"] == epoch)  # in the file at once
+    log.close()
+    assert [line["epoch"] for line in snapshots(tmp_path)] == expected
+
+
+def test_rewinding_drops_snapshots_too(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    for epoch in (1, 2, 3):
+        log.epoch(row(epoch), gates_at(1.0, dtype=torch.float32))
+    log.close()
+    with (tmp_path / "gates.jsonl").open("a") as file:
+        file.write('{"epoch":4,"ed')
+    log = RunLog(tmp_path, tensorboard=False)
+    log.rewind(2)
+    assert [line["epoch"] for line in snapshots(tmp_path)] == [1, 2]
+    log.epoch(row(3), gates_at(0.0, dtype=torch.float32))
+    log.close()
+    assert [line["epoch"] for line in snapshots(tmp_path)] == [1, 2, 3]
+    assert snapshots(tmp_path)[-1]["layers"]["0"][0] == 1
+
+
 def events(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = accumulator.EventAccumulator(str(folder / "tensorboard"), {"histograms": 0, "scalars": 0})

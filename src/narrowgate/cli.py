@@ -180,5 +180,26 @@ def build_app() -> "typer.Typer":
             typer.echo(f"narrowgate: {error}", err=True)
             raise typer.Exit(1) from None
 
+    @app.command()
+    def report(
+        runs: Annotated[
+            list[Path], typer.Argument(metavar="RUN", help="Folders of runs, finished or not, or files of record.")
+        ],
+        out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
+    ) -> None:
+        """Write a page that shows a run: accuracy, size, widths and gates; several runs are compared.
+
+        The page is one HTML file that needs no network: open it in a browser, or send it to somebody.
+        """
+        from narrowgate.report import ReportError, write_report
+        from narrowgate.train.recipe import RecipeError
+
+        try:
+            written = write_report(runs, out)
+        except (ReportError, RecipeError, OSError) as error:
+            typer.echo(f"narrowgate: {error}", err=True)
+            raise typer.Exit(1) from None
+        typer.echo(f"{written}: {written.stat().st_size / 1000:,.0f} kB, open it in a browser")
+
     add_commands(app)
     return app

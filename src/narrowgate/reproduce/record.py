@@ -96,7 +96,7 @@ def _outcome(result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": {
             "gated": _rounded(result["accuracy_gated"], 6),
-            "after_removal": _rounded(result.get("accuracy_removed") if tuned else result["accuracy"], 6),
+            "after_removal": _rounded(result["accuracy_removed"], 6),
             "after_fine_tuning": _rounded(result["accuracy"], 6) if tuned else None,
             "final": _rounded(result["accuracy"], 6),
             "validation": _rounded(result["validation_accuracy"], 6),

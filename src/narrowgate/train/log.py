@@ -1,4 +1,4 @@
-"""What a run writes down every epoch: ``metrics.jsonl``, one line an epoch, and TensorBoard."""
+"""What a run writes down: ``metrics.jsonl``, a line an epoch; ``gates.jsonl``, some histograms; and TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
+
 from narrowgate.atomic import replace_file
 from narrowgate.gateset import Gates
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
-_HISTOGRAMS = 20  # of each layer's gates, over a run
+METRICS, GATES, TENSORBOARD = "metrics.jsonl", "gates.jsonl", "tensorboard"
+_HISTOGRAMS = 20  # of each layer's gates, over a run, for TensorBoard
+_SNAPSHOTS = 30  # the same in gates.jsonl
+# Three bins a decade from 1e-8, just below the smallest value of an open exponential gate in float32, to 1, and one
+# for what is larger: what decides about a gate is its order of magnitude.
+_EDGES = tuple(float(f"{10 ** (-8 + i / 3):.4g}") for i in range(25))
 
 
 @dataclass(frozen=True)
@@ -52,42 +58,46 @@ class RunLog:
     def __init__(self, folder: Path, tensorboard: bool = True) -> None:
         self.folder = folder
         self._tensorboard = tensorboard
-        self._file: IO[str] | None = None
+        self._files: dict[str, IO[str]] = {}
         self._writer: SummaryWriter | None = None
         self._first_step: int | None = None
 
     def epoch(self, row: EpochRow, gates: Gates | None) -> None:
         """Write down an epoch; the line is in the file when this returns."""
-        if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
-        self._file.write(row.to_json() + "\n")
-        self._file.flush()
+        self._append(METRICS, row.to_json())
+        if gates is not None and _is_time(row, -(-row.epochs // _SNAPSHOTS), first=True):
+            self._append(GATES, snapshot(row.epoch, gates))
         if self._tensorboard and self._writer is None:
             self._writer = self._open_writer()
         if self._writer is not None:
             _add_scalars(self._writer, row)
-            if gates is not None and (row.epoch == row.epochs or row.epoch % max(1, row.epochs // _HISTOGRAMS) == 0):
+            if gates is not None and _is_time(row, max(1, row.epochs // _HISTOGRAMS)):
                 _add_histograms(self._writer, row.epoch, gates)
 
     def rewind(self, epoch: int) -> None:
         """Drop everything after an epoch, for a run that goes on from there; 0 drops all."""
         self.close()
         self._first_step = epoch + 1
-        path = self.folder / METRICS
-        if not path.exists():
-            return
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if (number := _epoch_of(line)) is not None and number <= epoch]
-        replace_file(path, "".join(f"{line}\n" for line in kept).encode())
+        for path in (self.folder / METRICS, self.folder / GATES):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                kept = [line for line in lines if (number := _epoch_of(line)) is not None and number <= epoch]
+                replace_file(path, "".join(f"{line}\n" for line in kept).encode())
 
     def close(self) -> None:
         """Close the files; another epoch opens them again."""
-        if self._file is not None:
-            self._file.close()
+        for file in self._files.values():
+            file.close()
         if self._writer is not None:
             self._writer.close()
-        self._file = self._writer = None
+        self._files, self._writer = {}, None
+
+    def _append(self, name: str, line: str) -> None:
+        if name not in self._files:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._files[name] = (self.folder / name).open("a", encoding="utf-8")
+        self._files[name].write(line + "\n")
+        self._files[name].flush()
 
     def _open_writer(self) -> SummaryWriter | None:
         try:
@@ -100,6 +110,24 @@ class RunLog:
             return None
         # TensorBoard then forgets what a killed run wrote of these steps.
         return SummaryWriter(str(self.folder / TENSORBOARD), purge_step=self._first_step)
+
+
+def snapshot(epoch: int, gates: Gates) -> str:
+    """A line of ``gates.jsonl``: for each layer how many gates are closed, then how many are in each bin.
+
+    The first bin has everything open below the second edge, the last one everything from the last edge on.
+    """
+    edges = torch.tensor(_EDGES[1:])
+    layers = {}
+    for name, value in gates.values().items():
+        value = value.flatten().float().cpu()
+        bins = torch.bucketize(value[value != 0], edges, right=True)
+        layers[name] = [int((value == 0).sum()), *torch.bincount(bins, minlength=len(_EDGES)).tolist()]
+    return json.dumps({"epoch": epoch, "edges": _EDGES, "layers": layers}, separators=(",", ":"))
+
+
+def _is_time(row: EpochRow, every: int, first: bool = False) -> bool:
+    return row.epoch % every == 0 or row.epoch == row.epochs or (first and row.epoch == 1)
 
 
 def _is_not_finite(value: object) -> bool:
