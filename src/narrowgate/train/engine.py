@@ -85,7 +85,7 @@ def _finish(training: Training, folder: Path) -> Result:
     gated = training.accuracy(parts.model, "test")
     closed = 0.0 if training.shrinker is None else training.shrinker.closed_fraction()  # without the threshold's
     full = training.full.parameters
-    pruned = prune(parts.model, parts.gates, recipe, training.example, full, earlier, training.agree)
+    pruned = prune(parts.model, parts.gates, recipe, training.example, full, earlier, training.team.agree)
     size = Size.of(pruned.small, training.example)
     removed = training.accuracy(pruned.small, "test")
     if recipe.finish.finetune_epochs:
@@ -125,7 +125,7 @@ def _fine_tune(training: Training, small: nn.Module) -> None:
         epoch = recipe.train.epochs + i
         training.seed_noise(epoch)
         loss, _ = training.run_epoch(loop, epoch, lambda progress: recipe.finish.finetune_lr)
-        training.sync_buffers(small)
+        training.team.share_buffers_(small)
         training.show.notice(f"fine-tuned {i + 1} of {recipe.finish.finetune_epochs} epochs, loss {loss:.4f}")
     small.eval()
 

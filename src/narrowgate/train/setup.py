@@ -13,7 +13,12 @@ from narrowgate import models
 from narrowgate.attach import attach_gates_
 from narrowgate.gateset import Gates
 from narrowgate.penalties import Penalty
+from narrowgate.train.budget import Budget
+from narrowgate.train.data import Data, FolderData
+from narrowgate.train.feed import ArrayFeed, FolderFeed, Place
+from narrowgate.train.finish import threshold_of
 from narrowgate.train.recipe import Recipe, RecipeError
+from narrowgate.train.shrink import Shrinker
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,48 @@ def make_optimizer(
     if part.kind == "adamw":
         return torch.optim.AdamW(groups, lr=rate, capturable=cuda, fused=True)
     return torch.optim.SGD(groups, lr=rate, momentum=part.momentum, nesterov=part.nesterov, fused=True)
+
+
+def make_feed(recipe: Recipe, data: Data | FolderData, place: Place) -> ArrayFeed | FolderFeed:
+    """Where training batches come from."""
+    part = recipe.train
+    if isinstance(data, FolderData):
+        return FolderFeed(data, part.batch, part.seed, place)
+    return ArrayFeed(data, part.batch, recipe.data.augment, part.seed, place)
+
+
+def make_shrinker(recipe: Recipe, parts: Parts, example: Tensor) -> Shrinker | None:
+    """What cuts the network; None without gates."""
+    if parts.gates is None:
+        return None
+    part = recipe.shrink
+    return Shrinker(
+        parts.model,
+        example,
+        parts.optimizer,
+        every=part.every,
+        share=part.share,
+        constants=part.constants,
+        # GPUs are at their best with channels in eights; the final removal has no need of them.
+        round_to=max(part.round_to, 8) if example.is_cuda else part.round_to,
+    )
+
+
+def make_budget(recipe: Recipe, parts: Parts, example: Tensor) -> Budget | None:
+    """What steers the penalty's strength; None without a target."""
+    if not recipe.budget.target or parts.penalty is None:
+        return None
+    part = recipe.shrink
+    return Budget(
+        recipe.budget.target,
+        parts.model,
+        example,
+        parts.penalty,
+        recipe.train.epochs,
+        optimizer=parts.optimizer,
+        threshold=threshold_of(recipe),
+        arrive=recipe.budget.arrive,
+        layout=part.layout,
+        constants=part.constants,
+        round_to=part.round_to,
+    )

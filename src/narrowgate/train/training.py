@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from narrowgate.flow import CollapseError, Plan, ReplayError, TraceError, compact, plan
+from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
 from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
 from narrowgate.train.augment import seeded
-from narrowgate.train.budget import Budget
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
-from narrowgate.train.finish import threshold_of
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
-from narrowgate.train.setup import Parts, build
+from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
 from narrowgate.train.show import Show
-from narrowgate.train.shrink import Shrinker
 from narrowgate.train.step import GraphLoop, Loop, Step, count_hits
+from narrowgate.train.team import Team
 from narrowgate.train.watch import Watch
 
 if TYPE_CHECKING:
@@ -55,14 +53,14 @@ class Training:
         self, recipe: Recipe, folder: Path, data: Data | FolderData, place: Place, fabric: Fabric, show: Show
     ) -> None:
         self.recipe, self.data, self.place = recipe, data, place
-        self.fabric, self.show = fabric, show
+        self.team, self.show = Team(fabric, place), show
         torch.manual_seed(_seed("weights", recipe.train.seed))
         self.parts: Parts = build(recipe, data.classes, data.image_shape, place.device)
         self.example = next(held_out_batches(data, "held-out", Place(place.device), batch=4))[0]
         self.full = self.left = Size.of(self.parts.model, self.example)
-        self.shrinker = self._make_shrinker()
-        self.budget = self._make_budget()
-        self.feed = self._make_feed()
+        self.shrinker = make_shrinker(recipe, self.parts, self.example)
+        self.budget = make_budget(recipe, self.parts, self.example)
+        self.feed = make_feed(recipe, data, place)
         self.epoch, self.seconds, self.best = 0, 0.0, -1.0
         self._loop: Loop | None = None
         self._watch = Watch(recipe, folder, self.feed.steps)
@@ -127,7 +125,7 @@ class Training:
         """One epoch of any loop: its mean loss and training accuracy, over all processes."""
         loop.epoch(epoch, lr_at, lambda step: self.show.step(step, self.feed.steps))
         loss, hits = loop.step.take_sums()
-        sums = self.all_sum(torch.stack([loss.double(), hits.double()]))
+        sums = self.team.all_sum(torch.stack([loss.double(), hits.double()]))
         steps = self.feed.steps * self.place.world
         return float(sums[0]) / steps, float(sums[1]) / (steps * self.recipe.train.batch)
 
@@ -137,8 +135,10 @@ class Training:
         forward: Any = parts.model
         if recipe.train.compile and self.place.world == 1:
             forward = torch.compile(forward)
+        elif recipe.train.compile:
+            self.show.notice("train.compile is for one process: steps run as they are")
         if self.place.world > 1:
-            forward = self.fabric.setup_module(forward)
+            forward = self.team.wrapped(forward)
         step = Step(
             forward,
             parts.optimizer,
@@ -147,7 +147,7 @@ class Training:
             bf16=recipe.train.precision == "bf16",
             label_smoothing=recipe.train.label_smoothing,
             proximal=self._proximal(),
-            backward=self.fabric.backward,
+            backward=self.team.fabric.backward,
         )
         if reason := self._no_graph():
             if device.type == "cuda" and recipe.train.graph == "auto":
@@ -156,21 +156,11 @@ class Training:
         assert isinstance(self.feed, ArrayFeed)
         return GraphLoop(step, self.feed, self.show.notice)
 
-    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes."""
-        if self.place.world > 1:
-            tensor = self.fabric.all_reduce(tensor, reduce_op="sum")  # type: ignore[assignment]
-        return tensor
-
-    def agree(self, mine: Plan) -> Plan:
-        """The first process's plan, on all."""
-        return mine if self.place.world == 1 else Plan.from_json(self.fabric.broadcast(mine.to_json()))
-
     def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
         """The share of a split's images that a model gets right."""
         batches = held_out_batches(self.data, split, self.place)
         with full_precision():
-            counts = self.all_sum(count_hits(model, batches, self.place.device, bf16))
+            counts = self.team.all_sum(count_hits(model, batches, self.place.device, bf16))
         return float(counts[0] / counts[1])
 
     def rewind_log(self) -> None:
@@ -185,7 +175,7 @@ class Training:
 
     def _after_epoch(self) -> str:
         """Shrink and steer; what happened, for the log."""
-        self.sync_buffers(self.parts.model)
+        self.team.share_buffers_(self.parts.model)
         if self.shrinker is None:
             return ""
         event = ""
@@ -199,7 +189,7 @@ class Training:
             self.show.notice(str(warning.message))
         if shrunk is not None:
             self._loop = None
-            self._check_same_on_all()
+            self.team.check_same(self.shrinker.digest(), "removed other channels")
             self.left = Size.of(self.parts.model, self.example)
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
         elif self.recipe.shrink.when != "during" and self._is_time_to_look():
@@ -211,9 +201,11 @@ class Training:
 
     def _left_after_removal(self) -> Size:
         """What removing the closed channels now would leave; as before where that can't be told."""
-        model = self.parts.model
+        model, part = self.parts.model, self.recipe.shrink
+        layout = "aligned" if part.layout == "auto" else part.layout  # which would time every layer
         try:
-            return Size.of(compact(model, plan(model, self.example, constants="drop")), self.example)
+            made = plan(model, self.example, layout=layout, constants=part.constants, round_to=part.round_to)
+            return Size.of(compact(model, made), self.example)
         except (CollapseError, ReplayError, TraceError):
             return self.left
 
@@ -232,18 +224,6 @@ class Training:
         if self._log is not None:
             self._log.epoch(row, self.parts.gates)
 
-    def sync_buffers(self, model: nn.Module) -> None:
-        """Give every process the running statistics of the first."""
-        if self.place.world > 1:
-            for buffer in model.buffers():
-                torch.distributed.broadcast(buffer, 0)
-
-    def _check_same_on_all(self) -> None:
-        if self.place.world > 1 and self.shrinker is not None:
-            mine = self.shrinker.digest()
-            if self.fabric.broadcast(mine) != mine:
-                raise RuntimeError(f"process {self.place.rank} removed other channels than process 0")
-
     def _no_graph(self) -> str:
         """Why a step can't be a CUDA graph here; empty if it can."""
         if self.place.device.type != "cuda" or self.recipe.train.graph == "off":
@@ -259,46 +239,6 @@ class Training:
             return None
         momentum = self.recipe.optimizer.momentum if self.recipe.optimizer.kind == "sgd" else 0.0
         return 1 / (1 - momentum)
-
-    def _make_feed(self) -> ArrayFeed | FolderFeed:
-        part = self.recipe.train
-        if isinstance(self.data, FolderData):
-            return FolderFeed(self.data, part.batch, part.seed, self.place)
-        return ArrayFeed(self.data, part.batch, self.recipe.data.augment, part.seed, self.place)
-
-    def _make_shrinker(self) -> Shrinker | None:
-        part = self.recipe.shrink
-        if self.parts.gates is None:
-            return None
-        return Shrinker(
-            self.parts.model,
-            self.example,
-            self.parts.optimizer,
-            every=part.every,
-            share=part.share,
-            constants=part.constants,
-            # GPUs are at their best with channels in eights; the final removal has no need of them.
-            round_to=max(part.round_to, 8) if self.place.device.type == "cuda" else part.round_to,
-        )
-
-    def _make_budget(self) -> Budget | None:
-        penalty = self.parts.penalty
-        if not self.recipe.budget.target or penalty is None:
-            return None
-        part = self.recipe.shrink
-        return Budget(
-            self.recipe.budget.target,
-            self.parts.model,
-            self.example,
-            penalty,
-            self.recipe.train.epochs,
-            optimizer=self.parts.optimizer,
-            threshold=threshold_of(self.recipe),
-            arrive=self.recipe.budget.arrive,
-            layout=part.layout,
-            constants=part.constants,
-            round_to=part.round_to,
-        )
 
 
 def _seed(name: str, *numbers: int) -> int:
