@@ -2,8 +2,8 @@
 
     python benchmarks/report_page.py
 
-Needs Chromium (or CHROMIUM=path). The run is real in form and made up in numbers: the network and its gates are those of
-the recipe, gates fall at speeds of their own, and what is closed at the end is removed. Writes
+Needs Chromium (or CHROMIUM=path). The run is real in form and made up in numbers: the network and its gates are those
+of the recipe, gates fall at speeds of their own, and what is closed at the end is removed. Writes
 ``benchmarks/report_page.json``. Targets: below 6 MB, open in below 2 s.
 """
 
