@@ -135,7 +135,9 @@ def test_accuracy_after_fine_tuning_is_not_that_after_removal(finished, tmp_path
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((finished / name).read_bytes())
     result = json.loads((finished / "result.json").read_text())
-    (tmp_path / "result.json").write_text(json.dumps({**result, "finetune_epochs": 2, "accuracy": 0.5, "accuracy_removed": 0.4}))
+    (tmp_path / "result.json").write_text(
+        json.dumps({**result, "finetune_epochs": 2, "accuracy": 0.5, "accuracy_removed": 0.4})
+    )
     accuracy = collect(tmp_path)["accuracy"]
     assert accuracy["after_fine_tuning"] == accuracy["final"] == 0.5
     assert accuracy["after_removal"] == 0.4 and accuracy["gated"] == round(result["accuracy_gated"], 6)
