@@ -105,7 +105,7 @@ def build_app() -> "typer.Typer":
             bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
         ] = False,
         download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data.")] = False,
-        accelerator: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, mps or auto.")] = "auto",
+        accelerator: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or auto.")] = "auto",
         devices: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on each machine.")] = 1,
         num_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
     ) -> None:

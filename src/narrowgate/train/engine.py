@@ -141,6 +141,8 @@ def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
     if torch.distributed.is_torchelastic_launched():  # torchrun was told how many
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         num_nodes = int(os.environ["WORLD_SIZE"]) // devices
+    if accelerator == "auto":  # not Apple's GPUs: they lack float64, in which the remover computes
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     strategy = "ddp" if devices * num_nodes > 1 else "auto"
     # Precision stays ours: Fabric's autocast keeps a cache of casts, which a captured CUDA graph can't have.
     try:
