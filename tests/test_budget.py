@@ -197,6 +197,16 @@ def test_the_strength_follows_the_gates():
     assert strengths(-0.1)[-1] == pytest.approx(1)
 
 
+def test_a_schedule_of_sigma_leaves_the_strength_to_the_budget():
+    model, gates = gated(Residual)
+    penalty = ng.Penalty(gates, "bounded-l1", 0.01, ng.schedules.Exponential(1.0, 0.5))
+    budget = Budget("params: 30%", model, EXAMPLE, penalty, 10)
+    budget.step(0)
+    steered = budget.step(1)
+    penalty.set_epoch(2)
+    assert (penalty.strength, penalty.sigma) == (steered, 0.25) and steered != 0.01
+
+
 def test_few_plans_are_made(monkeypatch):
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)

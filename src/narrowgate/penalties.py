@@ -46,6 +46,10 @@ class Penalty:
         self.strength = self._strength_schedule(epoch)
         self.sigma = self._sigma_schedule(epoch)
 
+    def follow(self, strength: float | Schedule) -> None:
+        """From the next ``set_epoch`` on, take the strength from here; the schedule of sigma stays."""
+        self._strength_schedule = as_schedule("strength", strength)
+
     @property
     def strength(self) -> float:
         """The factor before the norm."""

@@ -139,10 +139,7 @@ class Narrowing:
         self._begun = epoch
         if self._ended < epoch:
             self.end_epoch(epoch - 1)
-        strength = self.penalty.strength
         self.penalty.set_epoch(epoch)
-        if self.budget is not None:
-            self.penalty.strength = strength
 
     def before_step_(self) -> None:
         """Add the penalty's gradient to the gates', once an optimizer step: the same as adding it to the loss."""
@@ -196,7 +193,6 @@ class Narrowing:
         return {
             "shrinker": self.shrinker.state_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
-            "strength": self.penalty.strength,
             "ended": self._ended,
         }
 
@@ -214,7 +210,6 @@ class Narrowing:
             if state["budget"] is None:
                 raise ValueError("the checkpoint is of a run without a budget; go on with the settings it had")
             self.budget.load_state_dict(state["budget"])
-        self.penalty.strength = state["strength"]
         self._ended = state["ended"]
 
 

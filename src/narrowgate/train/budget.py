@@ -106,6 +106,7 @@ class Budget:
         self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
         self._check_reach(target)
         penalty.strength = self._strength
+        penalty.follow(lambda epoch: self._strength)  # so that set_epoch, for sigma, leaves it alone
 
     def _check_reach(self, target: str) -> None:
         ranks = Ranking(self._modules, self._before, self.threshold)

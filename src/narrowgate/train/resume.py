@@ -39,8 +39,6 @@ def restore(training: Training, saved: Saved | None) -> None:
         load_optimizer_(parts.optimizer, parts.model, saved.tensors, meta["optimizer"])
         if training.budget is not None:
             training.budget.load_state_dict(meta["budget"])
-        if parts.penalty is not None:
-            parts.penalty.strength = meta["strength"]
         training.epoch, training.seconds, training.best = saved.epoch, meta["seconds"], meta["best"]
         training.left = Size(**meta["left"])
         training.show.begin(training.epoch)
@@ -56,7 +54,6 @@ def _pack(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "optimizer": optimizer,
         "shrinker": None if training.shrinker is None else training.shrinker.state_dict(),
         "budget": None if training.budget is None else training.budget.state_dict(),
-        "strength": 0.0 if parts.penalty is None else parts.penalty.strength,
         "seconds": training.seconds,
         "best": training.best,
         "left": asdict(training.left),

@@ -100,10 +100,7 @@ class Training:
     def _train(self) -> tuple[float, float]:
         self.seed_noise(self.epoch)
         if self.parts.penalty is not None:
-            strength = self.parts.penalty.strength
             self.parts.penalty.set_epoch(self.epoch)
-            if self.budget is not None:
-                self.parts.penalty.strength = strength
         if self._loop is None:
             self._loop = self.loop_for(self.parts)
         try:
