@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import narrowgate as ng
 from narrowgate.integrations import Settings
-from narrowgate.integrations.narrowing import Narrowing, check_optimizer, order_of, reorder_
+from narrowgate.integrations.narrowing import Narrowing, check_optimizer, reorder_
+from narrowgate.train.state import names_in_groups
 
 pytestmark = [
     # Lightning 2.6 with torch 2.14; and what it says of small loaders, of its checkpoints and of logging.
@@ -136,16 +137,16 @@ def test_the_optimizers_order_is_named_and_restored():
     optimizer = torch.optim.SGD(
         [{"params": list(model.parameters())[3:]}, {"params": list(model.parameters())[:3]}], 0.1
     )
-    order = order_of(optimizer, model)
+    order = names_in_groups(optimizer, model)
     assert order[1] == ["0.weight", "0.gate.g", "1.weight"]
     fresh = torch.optim.SGD([{"params": list(model.parameters())[:3]}, {"params": list(model.parameters())[3:]}], 0.1)
-    assert order_of(fresh, model) != order
+    assert names_in_groups(fresh, model) != order
     reorder_(fresh, model, order)
-    assert order_of(fresh, model) == order
+    assert names_in_groups(fresh, model) == order
     with pytest.raises(ValueError, match="other parameters or groups"):
         reorder_(fresh, model, order[:1])
     with pytest.raises(ValueError, match="not in Linear"):
-        order_of(fresh, nn.Linear(1, 1))
+        names_in_groups(fresh, nn.Linear(1, 1))
 
 
 def test_an_optimizer_without_the_gates_is_refused():

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import random
 
-import numpy as np
 import pytest
 import torch
 from helpers import ConvNet, assert_same, images
@@ -16,10 +14,8 @@ from narrowgate.train.state import (
     StateError,
     load_model_,
     load_optimizer_,
-    load_random_,
     pack_model,
     pack_optimizer,
-    pack_random,
 )
 
 
@@ -59,13 +55,13 @@ def train_(model, optimizer, steps=3):
 
 def pack(model, optimizer):
     tensors, meta = pack_optimizer(optimizer, model)
-    return {**pack_model(model), **tensors, **pack_random("cpu")}, {"optimizer": meta}
+    return {**pack_model(model), **tensors, "random": torch.get_rng_state()}, {"optimizer": meta}
 
 
 def load_(model, optimizer, tensors, meta):
     load_model_(model, tensors)
     load_optimizer_(optimizer, model, tensors, meta["optimizer"])
-    load_random_(tensors, "cpu")
+    torch.set_rng_state(tensors["random"])
 
 
 def through_disk(folder, tensors, meta):
@@ -118,7 +114,7 @@ def test_every_part_matters(tmp_path, part):
     if part != "optimizer":
         load_optimizer_(again, other, tensors, meta["optimizer"])
     if part != "random":
-        load_random_(tensors, "cpu")
+        torch.set_rng_state(tensors["random"])
     train_(other, again)
     with pytest.raises(AssertionError):
         assert_same(other.state_dict(), model.state_dict())
@@ -252,18 +248,6 @@ def test_state_of_something_else_changes_nothing():
     assert_same(pack(model, optimizer)[0], before)
 
 
-def test_random_numbers_come_again():
-    def numbers():
-        return [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
-
-    numbers()  # leaves a cached Gaussian number in Python's and numpy's generator
-    state = {name: tensor.clone() for name, tensor in pack_random("cpu").items()}
-    first = numbers()
-    assert numbers() != first
-    load_random_(state, "cpu")
-    assert numbers() == first
-
-
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -286,13 +270,3 @@ def test_step_counters_lie_where_the_optimizer_keeps_them(tmp_path, options):
     load_model_(model, tensors)
     again.step()
     assert_same(pack_model(model), kept)
-
-
-@needs_cuda
-def test_random_numbers_of_the_device_come_again():
-    state = pack_random("cuda")
-    first = torch.rand(3, device="cuda")
-    load_random_(state, "cuda")
-    assert torch.equal(torch.rand(3, device="cuda"), first)
-    assert not torch.equal(torch.rand(3, device="cuda"), first)
-    load_random_(pack_random("cpu"), "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,20 +33,24 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 def pack(small: nn.Module) -> bytes:
     """A model's weights as a safetensors file; tied ones once, under their first name."""
-    import safetensors.torch
-
-    tied, packed, seen = ties_of(small), {}, set()
+    tied = ties_of(small)
     try:
-        for name, tensor in tensors_of(small, persistent=True):
-            if name in tied:
-                continue
-            data = tensor.detach().cpu().contiguous()
-            memory = data.untyped_storage().data_ptr()
-            packed[name] = data.clone() if memory in seen else data  # safetensors refuses tensors that share memory
-            seen.add(memory)
-        return safetensors.torch.save(packed, {"format": "pt"})
+        return serialise({name: t for name, t in tensors_of(small, persistent=True) if name not in tied})
     except Exception as error:
         raise StorageError(f"safetensors can't hold the weights of {type(small).__name__}: {error}") from error
+
+
+def serialise(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors by name as a safetensors file."""
+    import safetensors.torch
+
+    packed, seen = {}, set()
+    for name, tensor in tensors.items():
+        data = tensor.detach().cpu().contiguous()
+        memory = data.untyped_storage().data_ptr()
+        packed[name] = data.clone() if memory in seen else data  # safetensors refuses tensors that share memory
+        seen.add(memory)
+    return safetensors.torch.save(packed, {"format": "pt"})
 
 
 def unpack(content: bytes, path: Path) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from narrowgate.integrations.narrowing import (
     Narrowing,
     Settings,
     cut_to_state_,
-    order_of,
     reorder_,
 )
+from narrowgate.train.state import names_in_groups
 
 _HOOK = "on_load_checkpoint"
 
@@ -84,7 +84,7 @@ class NarrowgateCallback(Callback):
                 "a fused optimizer under 16-mixed scales gradients inside its step, where the penalty can't be added; "
                 "use precision='bf16-mixed', or fused=False"
             )
-        order_of(optimizer, pl_module)  # raises if it could not be saved
+        names_in_groups(optimizer, pl_module)  # raises if it could not be saved
         narrowing.use_(optimizer)
         self._module = pl_module
         if self._order is not None:
@@ -118,7 +118,7 @@ class NarrowgateCallback(Callback):
         """What was cut, where the budget stands, and the order of the optimizer's parameters."""
         if self._narrowing is None or self._module is None:
             return {}
-        return {**self._narrowing.state_dict(), "order": order_of(self._narrowing.optimizer, self._module)}
+        return {**self._narrowing.state_dict(), "order": names_in_groups(self._narrowing.optimizer, self._module)}
 
     def _cut_first(self, pl_module: LightningModule, stage: str, checkpoint: dict[str, Any]) -> None:
         vars(pl_module).pop(_HOOK, None)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from narrowgate.flow import Plan, Verification, compact, plan, verify
-from narrowgate.flow.compose import compose
+from narrowgate.flow import Plan, Verification
 from narrowgate.flow.inplace import compact_
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import gates_of
@@ -22,7 +21,9 @@ from narrowgate.penalties import Penalty
 from narrowgate.schedules import Schedule
 from narrowgate.storage import save
 from narrowgate.train.budget import Budget, parse_target
+from narrowgate.train.finish import remove
 from narrowgate.train.shrink import Shrinker, Shrunk, random_numbers_kept
+from narrowgate.train.state import names_in_groups
 
 SHRINK = ("during", "end")
 
@@ -180,13 +181,8 @@ class Narrowing:
         if self.settings.threshold > 0:
             self.penalty.gates.close_below_(self.settings.threshold)
         with random_numbers_kept(self.network):
-            last = plan(self.network, self.example_inputs, **self._how)
-            small = compact(self.network, last)
-            exact = self.settings.constants == "exact"
-            proof = verify(self.network, small, self.example_inputs) if exact else None
-        earlier = self.shrinker.plan
-        whole = last if earlier is None else compose(earlier, last)
-        return Narrowed(small, whole, proof, self.parameters_full, self.shrinker.closed_fraction())
+            removed = remove(self.network, self.example_inputs, self.shrinker.plan, **self._how)
+        return Narrowed(*removed, self.parameters_full, self.shrinker.closed_fraction())
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on alike, as plain JSON values."""
@@ -237,18 +233,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module) -> Non
         )
 
 
-def order_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group: its state is saved in this order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(f"the optimizer trains a parameter that is not in {type(model).__name__}: it can't be named")
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
 def reorder_(optimizer: torch.optim.Optimizer, model: nn.Module, order: Sequence[Sequence[str]]) -> None:
     """Put an optimizer's parameters in the order of a checkpoint: a cut may have added biases at the end of a group."""
     parameters = dict(model.named_parameters())
-    have, want = (sorted(chain.from_iterable(groups)) for groups in (order_of(optimizer, model), order))
+    have, want = (sorted(chain.from_iterable(groups)) for groups in (names_in_groups(optimizer, model), order))
     if have != want or len(order) != len(optimizer.param_groups):
         raise ValueError(
             "the optimizer of the checkpoint held other parameters or groups than this one; make it as it was made then"

@@ -13,7 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from narrowgate.flow.trace import ExampleInputs
-from narrowgate.integrations.narrowing import Narrowed, Narrowing, Settings, order_of, reorder_
+from narrowgate.integrations.narrowing import Narrowed, Narrowing, Settings, reorder_
+from narrowgate.train.state import names_in_groups
 
 STATE = "narrowgate.json"
 
@@ -68,7 +69,7 @@ class NarrowgateCallback(TrainerCallback):
                     )
                 self._narrowing = Narrowing(model, self.example_inputs, self.settings, state.num_train_epochs)
             self._narrowing.use_(kwargs["optimizer"])
-            order_of(kwargs["optimizer"], model)  # raises if it could not be saved
+            names_in_groups(kwargs["optimizer"], model)  # raises if it could not be saved
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,7 +110,7 @@ class NarrowgateCallback(TrainerCallback):
         if state.is_world_process_zero:
             content = {
                 **self._running.state_dict(),
-                "order": order_of(kwargs["optimizer"], kwargs["model"]),
+                "order": names_in_groups(kwargs["optimizer"], kwargs["model"]),
                 "epochs": state.num_train_epochs,
             }
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgate._version import __version__
 from narrowgate.atomic import replace_folder, surviving_folder
-from narrowgate.weights import StorageError, unpack
+from narrowgate.weights import StorageError, serialise, unpack
 
 FORMAT = 1
 TENSORS, META, SUMS = "tensors.safetensors", "meta.json", "SHA256SUMS"
@@ -138,7 +138,7 @@ class Checkpoints:
 
     def _write(self, path: Path, epoch: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         description = {"format": FORMAT, "narrowgate": __version__, "torch": torch.__version__, "epoch": epoch}
-        files = {TENSORS: _serialise(tensors), META: json.dumps({**description, "meta": meta}, indent=1).encode()}
+        files = {TENSORS: serialise(tensors), META: json.dumps({**description, "meta": meta}, indent=1).encode()}
         sums = "".join(f"{_sha256(content)}  {name}\n" for name, content in files.items())
         try:
             replace_folder(path, {**files, SUMS: sums.encode()})
@@ -168,18 +168,6 @@ def _remove(path: Path) -> None:
         hidden = path.with_name(f".{path.name}.old")
         os.replace(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
-    import safetensors.torch
-
-    packed, seen = {}, set()
-    for name, tensor in tensors.items():
-        data = tensor.detach().cpu().contiguous()
-        memory = data.untyped_storage().data_ptr()
-        packed[name] = data.clone() if memory in seen else data  # safetensors refuses tensors that share memory
-        seen.add(memory)
-    return safetensors.torch.save(packed, {"format": "pt"})
 
 
 def _read(path: Path) -> Saved:

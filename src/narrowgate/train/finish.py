@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from narrowgate.atomic import replace_file
 from narrowgate.attach import merge_gates_
 from narrowgate.flow import Plan, Verification, compact, plan, verify
 from narrowgate.flow.compose import compose
+from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import Gates
 from narrowgate.train.recipe import Recipe
 
@@ -100,10 +102,28 @@ def prune(
     if recipe.shrink.when == "off":
         return Pruned(*_whole(model, full_size), None, closed)
     part = recipe.shrink
-    last = agree(plan(model, example, layout=part.layout, constants=part.constants, round_to=part.round_to))
+    how = {"layout": part.layout, "constants": part.constants, "round_to": part.round_to}
+    return Pruned(*remove(model, example, earlier, agree, **how), closed)
+
+
+def remove(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    earlier: Plan | None,
+    agree: Callable[[Plan], Plan] = lambda mine: mine,
+    **how: Any,
+) -> tuple[nn.Module, Plan, Verification | None]:
+    """A small copy of a gated model, the plan that leads to it from the full-size one, and the proof.
+
+    Args:
+        earlier: what was removed during training.
+        agree: gives all processes the plan of one.
+        how: layout, constants and round_to, as for ``ng.plan``; the proof is None where constants are not exact.
+    """
+    last = agree(plan(model, example_inputs, **how))
     small = compact(model, last)
-    proof = verify(model, small, example) if part.constants == "exact" else None
-    return Pruned(small, last if earlier is None else compose(earlier, last), proof, closed)
+    proof = verify(model, small, example_inputs) if last.constants == "exact" else None
+    return small, last if earlier is None else compose(earlier, last), proof
 
 
 def _whole(model: nn.Module, full_size: int) -> tuple[nn.Module, Plan]:

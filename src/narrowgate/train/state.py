@@ -1,18 +1,16 @@
 """The state of a training run as tensors by name and a JSON-able dictionary, and back; never pickle.
 
-The names start with ``model/``, ``optimizer/``, ``optimizer-group/`` or ``random/``, so one dictionary holds them all
-and each ``load`` function takes its own out of it. The tensors share memory with what they were taken from: write them
-before training goes on, or copy them.
+The names start with ``model/``, ``optimizer/`` or ``optimizer-group/``, so one dictionary holds them all and each
+``load`` function takes its own out of it. There is no random state: an epoch's numbers belong to the epoch. The tensors
+share memory with what they were taken from: write them before training goes on, or copy them.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +53,7 @@ def load_model_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state by the names of the model's parameters, and the options of its groups."""
-    names = _names_in_groups(optimizer, model)
+    names = names_in_groups(optimizer, model)
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for group, members in zip(optimizer.param_groups, names, strict=True):
@@ -85,7 +83,7 @@ def load_optimizer_(
     Options that are tensors (a learning rate in a captured CUDA graph) are filled in place. State lies on its
     parameter's device in its memory format; step counters lie where this optimizer keeps them.
     """
-    names = _names_in_groups(optimizer, model)
+    names = names_in_groups(optimizer, model)
     _check_optimizer(optimizer, names, meta)
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in meta["state"].items()}
     for full, tensor in tensors.items():
@@ -106,44 +104,14 @@ def load_optimizer_(
                 }
 
 
-def pack_random(device: torch.device | str) -> dict[str, Tensor]:
-    """The states of torch's generators (of the CPU, and of the device if it is CUDA), Python's and numpy's."""
-    version, numbers, gauss = random.getstate()
-    algorithm, keys, *rest = np.random.get_state()
-    if algorithm != "MT19937":
-        raise StateError(
-            f"numpy's global generator is {algorithm!r}; leave it at MT19937 or use generators of your own"
-        )
-    position, has_gauss, numpy_gauss = rest
-    packed = {
-        "random/torch": torch.get_rng_state(),
-        "random/python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "random/python-gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "random/numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),
-        "random/numpy-gauss": torch.tensor([numpy_gauss], dtype=torch.float64),
-    }
-    if torch.device(device).type == "cuda":
-        packed["random/cuda"] = torch.cuda.get_rng_state(device)
-    return packed
-
-
-def load_random_(tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Set the generators to packed states; a CUDA generator stays as it is if the state was packed without one."""
-    torch.set_rng_state(tensors["random/torch"])
-    version, *numbers = tensors["random/python"].tolist()
-    gauss = tensors["random/python-gauss"].tolist()
-    random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
-    *keys, position, has_gauss = tensors["random/numpy"].tolist()
-    numpy_gauss = tensors["random/numpy-gauss"].item()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, numpy_gauss))
-    if torch.device(device).type == "cuda" and "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"], device)
-
-
-def _names_in_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+def names_in_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of an optimizer's parameters, group by group; raises for one that the model does not have."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise StateError("the optimizer has a parameter that is not the model's; make it from model.parameters()")
+        raise StateError(
+            f"the optimizer has a parameter that is not the model's: it is not in {type(model).__name__}; make the "
+            "optimizer from model.parameters()"
+        )
     return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
