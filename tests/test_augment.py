@@ -41,6 +41,13 @@ def test_every_move_of_a_small_image():
     assert torch.equal(crop_flip(images, draws, padding), plain(images, draws, padding))
 
 
+def test_digits_are_moved_and_never_mirrored():
+    moves = draw(500, 1, 2, 2, flips=False)
+    assert not moves[:, 2].any()
+    assert torch.equal(moves[:, :2], draw(500, 1, 2, 2)[:, :2])  # the same moves as with flips
+    assert sorted(set(moves[:, 0].tolist())) == [0, 1, 2, 3, 4]
+
+
 def test_no_move_is_the_image_itself():
     images = random_images(5, 3, 6, 6)
     assert torch.equal(crop_flip(images, torch.tensor([[4, 4, 0]] * 5), 4), images)

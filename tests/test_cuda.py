@@ -113,3 +113,29 @@ def test_a_new_epoch_makes_no_new_tensor(kind):
     tensor = penalty._strength_tensor
     penalty.set_epoch(5)
     assert penalty._strength_tensor is tensor and tensor.is_cuda and tensor.item() == 0.5
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_fused_norms_train_as_plain_ones(half):
+    """A few steps of a captured graph with Triton's kernels end where steps with PyTorch's own do."""
+    from narrowgate.train.fused import FusedNorms, why_not
+
+    assert why_not(torch.device("cuda", 0)) == ""
+
+    def trained(fused):
+        torch.manual_seed(0)
+        model = ConvNet().cuda().to(memory_format=torch.channels_last).train()
+        ng.attach_gates_(model, placement="after-norm")
+        forward = FusedNorms(pytest.fail).around(model) if fused else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, foreach=True)
+        x = images().cuda().to(memory_format=torch.channels_last)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+                y = forward(x)
+            y.float().square().sum().backward()
+            optimizer.step()
+        return {name: value.float() for name, value in model.state_dict().items()}
+
+    tolerance = 3e-2 if half else 1e-4
+    assert_same(trained(True), trained(False), rtol=tolerance, atol=tolerance)

@@ -24,7 +24,7 @@ from narrowgate.gated import (
     autocast_dtype,
     saves_are_watched,
 )
-from narrowgate.gates import ExponentialGate, exponential_gate
+from narrowgate.gates import ExponentialGate, Gate, exponential_gate
 
 _ATTRIBUTE = "_narrowgate_layers"
 _ALIGNMENT = 16
@@ -113,25 +113,24 @@ def _is_simple(layer: nn.Module) -> bool:
 
 
 def _prepare(layers: dict[str, GatedLayer]) -> None:
-    # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers. A bias and a
-    # norm's scale have rows of length 1.
-    stacks: dict[Any, list[tuple[GatedLayer, str, Tensor]]] = {}
+    # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers.
+    stacks: dict[Any, list[tuple[GatedLayer, Tensor]]] = {}
     for layer in layers.values():
         for key in ("weight", "bias"):
             tensor = layer._parameters.get(key)
             if tensor is not None:
                 half = autocast_dtype(tensor) if isinstance(layer, _CASTS_UNDER_AUTOCAST) else None
                 rows = _rows(tensor)
-                stacks.setdefault((rows.shape[1], tensor.dtype, tensor.device, half), []).append((layer, key, rows))
-    values = _values(layers)
+                stacks.setdefault((key, rows.shape[1], tensor.dtype, tensor.device, half), []).append((layer, rows))
+    values = _Values(layers)
     made: dict[int, dict[str, Tensor]] = {id(layer): {} for layer in layers.values()}
-    for (_, dtype, _, half), members in stacks.items():
-        factor = torch.cat([values[id(layer)] for layer, _, _ in members]).to(dtype)
-        scaled = torch.cat([rows for _, _, rows in members]) * factor[:, None]
+    for (key, _, dtype, _, half), members in stacks.items():
+        factor = values.of([layer for layer, _ in members]).to(dtype)
+        scaled = torch.cat([rows for _, rows in members]) * factor[:, None]
         if half is not None:  # casting the whole stack saves autocast a kernel a layer
             scaled = scaled.to(half)
-        pieces = torch.split(scaled, [rows.shape[0] for _, _, rows in members])
-        for (layer, key, _), piece in zip(members, pieces, strict=True):
+        pieces = torch.split(scaled, [rows.shape[0] for _, rows in members])
+        for (layer, _), piece in zip(members, pieces, strict=True):
             made[id(layer)][key] = _unrows(_aligned(piece), cast(Tensor, layer._parameters[key]))
     for layer in layers.values():
         layer.__dict__[PREPARED] = (made[id(layer)]["weight"], made[id(layer)].get("bias"))
@@ -144,21 +143,34 @@ def _aligned(piece: Tensor) -> Tensor:
     return piece
 
 
-def _values(layers: dict[str, GatedLayer]) -> dict[int, Tensor]:
-    """Each layer's gate values, computed in one go per device and dtype."""
-    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}
-    for name, layer in layers.items():
-        assert layer.gate is not None
-        g = layer.gate.g
-        groups.setdefault((g.device, g.dtype), []).append((id(layer), name, g))
-    values: dict[int, Tensor] = {}
-    for (device, _), members in groups.items():
-        flat = torch.cat([g for _, _, g in members])
-        if device.type == "cpu" and bool(flat.detach().sum().isnan()):
-            raise ValueError(nan_message([name for _, name, g in members if g.isnan().any()]))
-        pieces = torch.split(exponential_gate(flat), [g.numel() for _, _, g in members])
-        values.update((key, piece) for (key, _, _), piece in zip(members, pieces, strict=True))
-    return values
+class _Values:
+    """The gate values of layers, computed in one go per device and dtype."""
+
+    def __init__(self, layers: dict[str, GatedLayer]) -> None:
+        groups: dict[Any, dict[str, GatedLayer]] = {}
+        for name, layer in layers.items():
+            g = cast(Gate, layer.gate).g
+            groups.setdefault((g.device, g.dtype), {})[name] = layer
+        self._whole: dict[tuple[int, ...], Tensor] = {}
+        self._pieces: dict[int, Tensor] = {}
+        for members in groups.values():
+            self._compute(members)
+
+    def of(self, layers: list[GatedLayer]) -> Tensor:
+        """The values of these layers, one after the other."""
+        # The whole in its own order needs no pieces, each of which costs an operation more in the backward pass.
+        whole = self._whole.get(tuple(id(layer) for layer in layers))
+        return torch.cat([self._pieces[id(layer)] for layer in layers]) if whole is None else whole
+
+    def _compute(self, members: dict[str, GatedLayer]) -> None:
+        numbers = {name: cast(Gate, layer.gate).g for name, layer in members.items()}
+        flat = torch.cat(list(numbers.values()))
+        if flat.device.type == "cpu" and bool(flat.detach().sum().isnan()):
+            raise ValueError(nan_message([name for name, g in numbers.items() if g.isnan().any()]))
+        whole = exponential_gate(flat)
+        ids = tuple(id(layer) for layer in members.values())
+        self._whole[ids] = whole
+        self._pieces.update(zip(ids, torch.split(whole, [g.numel() for g in numbers.values()]), strict=True))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

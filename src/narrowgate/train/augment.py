@@ -17,14 +17,14 @@ def seeded(name: str, *numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
 
 
-def draw(count: int, seed: int, epoch: int, padding: int) -> Tensor:
+def draw(count: int, seed: int, epoch: int, padding: int, flips: bool = True) -> Tensor:
     """Each image's (dy, dx, flip) in one epoch, as int16 [count, 3] on the CPU: a function of its arguments alone."""
     if padding < 0:
         raise ValueError(f"padding must be 0 or more, got {padding}")
     generator = seeded("narrowgate crop-flip", seed, epoch)
     draws = torch.empty(count, 3, dtype=torch.int16)
     draws[:, :2] = torch.randint(2 * padding + 1, (count, 2), generator=generator, dtype=torch.int16)
-    draws[:, 2] = torch.randint(2, (count,), generator=generator, dtype=torch.int16)
+    draws[:, 2] = torch.randint(2, (count,), generator=generator, dtype=torch.int16) if flips else 0
     return draws
 
 

@@ -71,7 +71,8 @@ def load_data(part: DataPart, path: str | None = None, download: bool = False, s
         hold_out = _holding_out(part.validation, seed) if part.validation else None
         return load_folder(place, part.augment, part.size, part.workers, hold_out)
     if part.augment == "imagenet":
-        raise DataError("augment = 'imagenet' is for image folders; for images in memory choose 'crop-flip' or 'none'")
+        remedy = "for images in memory choose 'crop-flip', 'shift' or 'none'"
+        raise DataError(f"augment = 'imagenet' is for image folders; {remedy}")
     train, test = _read(source, place, download)
     classes = _check(source, train, test, str(place))
     validation = None

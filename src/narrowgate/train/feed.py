@@ -11,7 +11,7 @@ from torch import Tensor
 from narrowgate.train.augment import Normalise, crop_flip, draw, seeded
 from narrowgate.train.data import Data, DataError, FolderData, ImageSet
 
-CROP_PADDING = 4
+_PADDING = {"crop-flip": 4, "shift": 2}  # digits fill less of their image, and none is its own mirror image
 _EVALUATION_BATCH = 500
 
 
@@ -41,7 +41,7 @@ class ArrayFeed:
         self._images = data.train.images.to(place.device)
         self._labels = data.train.labels.to(place.device)
         self._normalise = Normalise(data.mean, data.std, place.device)
-        self._augment = augment == "crop-flip"
+        self._padding, self._flips = _PADDING.get(augment), augment == "crop-flip"
         self._order = torch.zeros(self.steps, batch, dtype=torch.long, device=place.device)
         self._draws = torch.zeros(self.steps, batch, 3, dtype=torch.long, device=place.device)
         self._step = torch.zeros(1, dtype=torch.long, device=place.device)
@@ -50,16 +50,16 @@ class ArrayFeed:
         """Shuffle for an epoch; every process takes its part of each batch."""
         order = torch.randperm(self._count, generator=seeded("narrowgate order", self._seed, epoch))
         self._order.copy_(self._mine(order))
-        if self._augment:
-            self._draws.copy_(self._mine(draw(self._count, self._seed, epoch, CROP_PADDING)))
+        if self._padding is not None:
+            self._draws.copy_(self._mine(draw(self._count, self._seed, epoch, self._padding, self._flips)))
         self._step.zero_()
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """The next images, normalised, and their labels."""
         chosen = self._order.index_select(0, self._step)[0]
         images = self._images.index_select(0, chosen)
-        if self._augment:
-            images = crop_flip(images, self._draws.index_select(0, self._step)[0], CROP_PADDING)
+        if self._padding is not None:
+            images = crop_flip(images, self._draws.index_select(0, self._step)[0], self._padding)
         labels = self._labels.index_select(0, chosen)
         self._step += 1
         return self._normalise(images).contiguous(memory_format=self._place.memory_format), labels

@@ -1,0 +1,138 @@
+"""Run with TRITON_INTERPRET=1: fused norms against PyTorch's own, on the CPU; prints the differences as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from narrowgate.train import fused, norm_kernels
+
+CHANNELS_LAST = torch.channels_last
+calls: list[int] = []
+
+
+def kernels() -> dict[str, list[float]]:
+    """Largest differences of output, gradients and running statistics from float64, by shape and activation."""
+    found = {}
+    for shape in ((4, 24, 8, 8), (2, 96, 16, 16), (3, 144, 5, 5), (40, 8, 16, 16), (2, 320, 4, 4)):
+        for activation, act in ((0, lambda z: z), (1, F.relu), (2, F.relu6)):
+            torch.manual_seed(0)
+            x, dy = torch.randn(shape) * 2 + 50, torch.randn(shape)
+            weight, bias = torch.randn(shape[1]), torch.randn(shape[1])
+            exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+            running = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+            y = act(F.batch_norm(exact[0], *running, *exact[1:], True, 0.1, 1e-5))
+            wanted = [y, *torch.autograd.grad(y, exact, dy.double()), *running]
+            ours = [t.clone().requires_grad_() for t in (x.contiguous(memory_format=CHANNELS_LAST), weight, bias)]
+            moved = torch.zeros(shape[1]), torch.ones(shape[1])
+            y = fused._NormActivation.apply(*ours, moved, 0.1, 1e-5, activation)
+            seen = [y, *torch.autograd.grad(y, ours, dy), *moved]
+            found[f"{list(shape)} {activation}"] = [
+                float(((a - b).abs().max() / a.abs().max()).detach()) for a, b in zip(wanted, seen, strict=True)
+            ]
+    return found
+
+
+class Uses(nn.Module):
+    """Norms whose results are used in every way: activated, plain, both, in place, concatenated, returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(6))
+        self.norms[4].momentum = None
+        self.relu6 = nn.ReLU6(inplace=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.conv(x)
+        first = F.relu(self.norms[0](x))
+        both = self.norms[1](first)
+        second = torch.relu(both) + both
+        third = self.norms[2](second)
+        self.relu6(third)  # what follows sees the activated one
+        fourth = torch.cat([third, self.norms[3](third).sigmoid()], 1)[:, 4:12].contiguous(memory_format=CHANNELS_LAST)
+        fifth = self.norms[4](fourth)
+        return fifth * fifth.shape[1], self.norms[5](fifth)
+
+
+def model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, object]:
+    """Differences of a whole model's outputs, gradients and buffers, and which activations were fused."""
+    torch.manual_seed(0)
+    plain = build().to(memory_format=CHANNELS_LAST).train()
+    other = copy.deepcopy(plain)
+    forward = fused.FusedNorms(_refuse).around(other)
+    calls.clear()
+    worst = {"outputs": 0.0, "gradients": 0.0, "buffers": 0.0}
+    for _ in range(2):
+        x = torch.randn(shape).contiguous(memory_format=CHANNELS_LAST)
+        results = []
+        for net in (plain, forward):
+            result = net(x)
+            result = result if isinstance(result, tuple) else (result,)
+            sum((piece * torch.linspace(-1, 1, piece.numel()).view_as(piece)).sum() for piece in result).backward()
+            results.append(result)
+        worst["outputs"] = max(worst["outputs"], *(_apart(a, b) for a, b in zip(*results, strict=True)))
+    pairs = list(zip(plain.parameters(), other.parameters(), strict=True))
+    scale = max(float(a.grad.abs().max()) for a, _ in pairs)
+    worst["gradients"] = max(float((a.grad - b.grad).abs().max()) / scale for a, b in pairs)
+    worst["buffers"] = max(float((a - b).abs().max()) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
+    return {**worst, "fused": [calls.count(kind) for kind in range(3)]}
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-6))
+
+
+def _refuse(notice: str) -> None:
+    raise AssertionError(notice)
+
+
+def escapes() -> dict[str, object]:
+    """What happens to a norm whose result a custom autograd function takes: the gradient must not get lost."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 2
+
+    norm, notices = nn.BatchNorm2d(3), []
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=CHANNELS_LAST)
+    forward = fused.FusedNorms(notices.append).around(lambda x: Twice.apply(norm(x)))
+    for _ in range(2):
+        forward(x).square().sum().backward()
+    return {"notices": notices, "gradient": float(norm.weight.grad.abs().min())}
+
+
+def main() -> None:
+    whole = norm_kernels.forward
+
+    def counted(*args):
+        calls.append(args[-1])
+        return whole(*args)
+
+    norm_kernels.forward = counted
+    block = nn.Sequential
+    print(
+        json.dumps(
+            {
+                "trial": fused.why_not(torch.device("cpu")),
+                "kernels": kernels(),
+                "uses": model(Uses, (3, 3, 6, 6)),
+                "sequence": model(lambda: block(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(True)), (4, 3, 9, 9)),
+                "escapes": escapes(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Norms fused with their activation compute what PyTorch's do. Triton's interpreter runs the kernels on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+
+@pytest.fixture(scope="module")
+def trial() -> dict[str, Any]:
+    script = Path(__file__).with_name("fused_trial.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_kernels_agree_with_float64(trial: dict[str, Any]) -> None:
+    assert trial["trial"] == ""
+    assert len(trial["kernels"]) == 15
+    for case, (y, dx, d_weight, d_bias, mean, var) in trial["kernels"].items():
+        # The batches lie at 50 +- 2: plain sums of squares in float32 would miss the variance by a part in 1e4.
+        assert max(y, dx) < 5e-5, case
+        assert max(d_weight, d_bias) < 2e-4, case
+        assert max(mean, var) < 1e-5, case
+
+
+def test_every_use_of_a_norm_gets_its_result(trial: dict[str, Any]) -> None:
+    uses = trial["uses"]
+    assert max(uses["outputs"], uses["gradients"], uses["buffers"]) < 1e-5
+    # Of six norms, one with ReLU, one with ReLU6, one both with ReLU and plain, and three plain, in two steps.
+    assert uses["fused"] == [8, 4, 2]
+
+
+def test_a_norm_and_its_activation_are_one(trial: dict[str, Any]) -> None:
+    sequence = trial["sequence"]
+    assert max(sequence["outputs"], sequence["gradients"], sequence["buffers"]) < 1e-5
+    assert sequence["fused"] == [0, 2, 0]
+
+
+def test_a_model_that_hides_a_norm_from_it_is_run_plainly(trial: dict[str, Any]) -> None:
+    assert len(trial["escapes"]["notices"]) == 1
+    assert "PyTorch's own kernels" in trial["escapes"]["notices"][0]
+    assert trial["escapes"]["gradient"] > 0
+
+
+def test_where_it_cannot_be_the_reason_is_told() -> None:
+    from narrowgate.train.fused import why_not
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, where it can be")
+    assert why_not(torch.device("cpu")) != ""  # no interpreter here
