@@ -5,7 +5,7 @@ READY := .venv/.ready
 BENCHMARKS := benchmarks/import_time.py benchmarks/gate_overhead.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ lint: $(READY) ## check style, format and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+
+docs: $(READY) ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: $(READY) ## run the benchmarks that need no GPU
 	@set -e; for script in $(BENCHMARKS); do echo ".venv/bin/python $$script"; .venv/bin/python $$script; done
