@@ -89,8 +89,8 @@ def run_to(target, epochs, digits, shrinks, **options):
     for epoch in range(epochs):
         train(model, penalty, optimizer, digits)
         assert budget.step(epoch) == penalty.strength
-        if shrinker:
-            shrinker.step(epoch)
+        if shrinker and shrinker.step(epoch) is not None:
+            budget.remember()
     kind, share = parse_target(target)
     assert left(model, kind) == pytest.approx(share, abs=0.02)
     assert budget.left == pytest.approx(left(model, kind), abs=1e-9) and penalty.strength == 0
@@ -128,6 +128,18 @@ def test_without_a_budget_nothing_of_the_kind_happens(digits):
     assert left(model, "params") == 1
 
 
+def test_scales_that_start_at_zero_are_about_to_learn():
+    """A residual branch whose last norm starts at zero is not dead, however early the first look is."""
+    model, gates = gated(Residual)
+    nn.init.zeros_(model.b[1].weight)
+    assert left(model, "params") < 0.8  # as a finished network, it would be without that branch
+    budget = Budget("params: 50%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 20)
+    budget.step(0)
+    assert budget.left == 1 and not budget.holding
+    budget.step(19)  # now it counts as it will be removed
+    assert budget.left == pytest.approx(left(model, "params"), abs=1e-9) and budget.left == pytest.approx(0.5, abs=0.02)
+
+
 def test_an_avalanche_is_taken_back_to_the_target():
     """All but a few gates fall in one epoch, as gates before a BatchNorm do: the largest of them open again."""
     model, gates = gated(Residual)
@@ -146,6 +158,24 @@ def test_an_avalanche_is_taken_back_to_the_target():
     opened = (after != 0) & (after == before)
     shut = after == 0
     assert opened.sum() > 10 and before[opened].median() > before[shut].median()
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_an_avalanche_after_a_cut_is_taken_back(remembers):
+    model, gates = gated(Residual)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100)
+    for gate in gates.modules():
+        gate.g.data.uniform_(0.5, 1.0)
+        gate.g.data[-4:] = 0.0
+    budget.step(0)
+    assert Shrinker(model, EXAMPLE, optimizer, every=1).step(0) is not None
+    if remembers:
+        budget.remember()
+    for gate in gates.modules():
+        gate.g.data[2:] = 1e-5
+    budget.step(1)
+    assert (left(model, "params") == pytest.approx(0.4, abs=0.02)) == remembers
 
 
 def test_a_collapse_is_undone():

@@ -33,13 +33,19 @@ class Settings:
     """How a callback closes gates and when it removes channels; the gates are yours to attach.
 
     Args:
-        kind, strength, sigma, p: as for ``ng.Penalty``; strength and sigma may be schedules of the epoch.
+        kind: the norm, as for ``ng.Penalty``.
+        strength: as for ``ng.Penalty``: a number, or a schedule of the epoch.
+        sigma: as for ``ng.Penalty``: a number, or a schedule of the epoch.
+        p: as for ``ng.Penalty``.
         budget: a size to end at, such as ``"params: 30%"``; a strength is then only where the search begins.
         proximal: shrink the gates after each step of the optimizer instead of adding to their gradient.
         shrink: ``during`` cuts the network at epoch ends, its optimizer's state along; ``end`` only makes a small copy.
-        every, share: when to cut, as for ``ng.Shrinker``.
+        every: look for something to cut after each so many epochs, as for ``ng.Shrinker``.
+        share: cut when this share of the gates that are left has closed, as for ``ng.Shrinker``.
         threshold: gates below this are closed at the end; linear gates need it.
-        layout, constants, round_to: how the small network is planned, as for ``ng.plan``.
+        layout: how the small network is planned, as for ``ng.plan``.
+        constants: as for ``ng.plan``.
+        round_to: as for ``ng.plan``.
     """
 
     kind: str = "bounded-l1"
@@ -164,7 +170,10 @@ class Narrowing:
         self._ended = epoch + 1
         if self.budget is not None:
             self.budget.step(epoch)
-        return self.shrinker.step(epoch) if self.settings.shrink == "during" else None
+        shrunk = self.shrinker.step(epoch) if self.settings.shrink == "during" else None
+        if shrunk is not None and self.budget is not None:
+            self.budget.remember()
+        return shrunk
 
     def metrics(self) -> dict[str, float]:
         """The share of closed gates, the network's parameters as it is now, and the penalty's strength."""

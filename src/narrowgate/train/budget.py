@@ -58,11 +58,15 @@ class Budget:
     Args:
         target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
         model: the gated model at full size.
+        example_inputs: what the model is traced with, as for ``ng.plan``.
+        penalty: the one whose strength is moved; a schedule that it had ends.
         epochs: how long the run is.
         optimizer: the gates' momentum is cleared when the penalty ends.
         arrive: when the target is met, as a share of the epochs.
         threshold: gates below this count as closed, for linear gates that never are exactly.
-        layout, constants, round_to: how the final model will be planned; ``auto`` is counted as ``aligned``.
+        layout: as the final model will be planned; ``auto`` is counted as ``aligned``.
+        constants: as the final model will be planned.
+        round_to: as the final model will be planned.
     """
 
     def __init__(
@@ -93,7 +97,9 @@ class Budget:
         self.optimizer = optimizer
         self.threshold = threshold
         counted = "aligned" if layout == "auto" else layout
+        # While it trains, a zero other than a gate's may be about to learn; see _look_.
         self.options: dict[str, Any] = {"layout": counted, "constants": constants, "round_to": round_to}
+        self.options["training"] = True
         self.holding = False
         self.left = 1.0
         full = summarize(model, example_inputs)
@@ -103,7 +109,8 @@ class Budget:
         self._start = 0.0  # the marginal gate's size at first
         self._last: float | None = None  # and an epoch ago
         self._held = ""  # which gates were closed when the target was last met
-        self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
+        self._before: list[list[float]] = []
+        self.remember()
         self._check_reach(target)
         penalty.strength = self._strength
         penalty.follow(lambda epoch: self._strength)  # so that set_epoch, for sigma, leaves it alone
@@ -131,9 +138,13 @@ class Budget:
                 self._look_(epoch, ranks, last or self.holding)
         if not self.holding:
             self._steer(epoch, ranks)
-        self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
+        self.remember()
         self.penalty.strength = self._strength
         return self._strength
+
+    def remember(self) -> None:
+        """Call after a cut: gates that close in the next epoch can be opened again, if it knows what they were."""
+        self._before = [gate.g.detach().flatten().tolist() for gate in self._modules]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the controller stands, as plain JSON values."""
@@ -158,9 +169,12 @@ class Budget:
 
     def _look_(self, epoch: int, ranks: Ranking, meet: bool) -> None:
         """See how many gates are open at the target, and close what is due."""
+        self.options["training"] = not meet  # to meet the target, count as the final removal will: every zero
         self.left = self._left(ranks, ranks.closed)
+        if not meet and self.left <= self.target + TOLERANCE:
+            meet, self.options["training"] = True, False
+            self.left = self._left(ranks, ranks.closed)
         known = {ranks.closed: self.left}
-        meet = meet or self.left <= self.target + TOLERANCE
         closed = self._search(ranks, known, self.target, TOLERANCE if meet else _ROUGH)
         self._goal = ranks.count - closed
         if meet:
