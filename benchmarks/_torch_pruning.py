@@ -15,7 +15,13 @@ from torch.nn.modules.conv import _ConvNd
 try:
     import torch_pruning as tp
 except ImportError:
-    sys.exit("this benchmark compares with Torch-Pruning: pip install torch-pruning")
+    tp = None
+
+
+def require(otherwise: str) -> None:
+    """End with an explanation if the package is missing."""
+    if tp is None:
+        sys.exit(f"this benchmark compares with Torch-Pruning: pip install torch-pruning, or give {otherwise}")
 
 
 def version() -> str:

@@ -81,6 +81,10 @@ class Loaded:
     shape: tuple[int, ...]
 
 
+class Unknown(Exception):
+    """The installed package has no model of this name."""
+
+
 def entries() -> list[Entry]:
     """The whole zoo: torchvision first."""
     import torchvision.models as models
@@ -149,6 +153,8 @@ def _load_detection(entry: Entry) -> Loaded:
 def _load_timm(entry: Entry) -> Loaded:
     import timm
 
+    if not timm.is_model(entry.name):
+        raise Unknown(f"timm {timm.__version__} has no such model")
     options: dict[str, Any] = {}
     cfg = timm.get_pretrained_cfg(entry.name)
     size = entry.pixels or cfg.input_size[-1]

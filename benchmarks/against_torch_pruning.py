@@ -2,8 +2,11 @@
 
     pip install torch-pruning
     python benchmarks/against_torch_pruning.py        # a few minutes on one core
+    python benchmarks/against_torch_pruning.py --theirs benchmarks/against_torch_pruning.json
 
-Needs the package installed, torchvision and torch-pruning. Writes ``benchmarks/against_torch_pruning.json``, ``.md``.
+Needs the package installed, torchvision and torch-pruning; with ``--theirs`` Torch-Pruning's figures are those of an
+earlier run of the same networks, which the page then says, and the package is not needed. Writes
+``benchmarks/against_torch_pruning.json`` and ``.md``, or what ``--out some/where.json`` names.
 
 Half of the filters of every layer but the last are zero, drawn layer by layer.
 
@@ -19,6 +22,7 @@ Half of the filters of every layer but the last are zero, drawn layer by layer.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -29,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _record import ROOT, about, write_json
-from _torch_pruning import relative_l2, version, without_dead_channels
+from _torch_pruning import relative_l2, require, version, without_dead_channels
 from _zeroed import batch_norms, parameters, zero_half_
 from power import images, networks, zeroed
 from torch import Tensor, nn
@@ -42,20 +46,30 @@ SHIFTED = ("resnet18", "mobilenet_v2", "vgg11_bn")
 SEEDS = (0, 1, 2)
 
 
-def left(name: str) -> dict[str, Any]:
+Record = dict[str, Any]
+
+
+def left(name: str, old: Record | None) -> Record:
     """Parameters left by both, shifts zero."""
     model = zeroed(name, 0.0)
     example = images(name, 2)
-    theirs = without_dead_channels(model, example)
-    found: dict[str, Any] = {"parameters": parameters(model), "torch_pruning": parameters(theirs)}
+    found: Record = {"parameters": parameters(model)} | theirs_of(old)
     with torch.no_grad():
         wanted = model(example)
-        found["torch_pruning_error"] = relative_l2(wanted, theirs(example))
+    if old is None:
+        cut = without_dead_channels(model, example)
+        found |= {"torch_pruning": parameters(cut), "torch_pruning_error": relative_l2(wanted, cut(example))}
+    with torch.no_grad():
         for layout in ("aligned", "scatter"):
             small = ng.compact(model, ng.plan(model, example, layout=layout))
             found[layout] = parameters(small)
             found[f"{layout}_error"] = relative_l2(wanted, small(example))
     return found
+
+
+def theirs_of(old: Record | None) -> Record:
+    """Torch-Pruning's part of an earlier result."""
+    return {key: value for key, value in (old or {}).items() if key.startswith("torch_pruning")}
 
 
 def shifted(name: str, shift: float, seed: int, pixels: int = 64) -> tuple[nn.Module, Tensor]:
@@ -81,32 +95,36 @@ def shifted(name: str, shift: float, seed: int, pixels: int = 64) -> tuple[nn.Mo
 
 
 @torch.no_grad()
-def lost(name: str, shift: float, seed: int) -> dict[str, float]:
+def lost(name: str, shift: float, seed: int, old: Record | None) -> Record:
     """Errors and parameters of the three cuts of one network."""
     model, batch = shifted(name, shift, seed)
-    with torch.enable_grad():
-        theirs = without_dead_channels(model, batch[:2])
-    cuts = {"torch_pruning": theirs}
+    cuts = {}
+    if old is None:
+        with torch.enable_grad():
+            cuts["torch_pruning"] = without_dead_channels(model, batch[:2])
     for constants in ("drop", "exact"):
         cuts[constants] = ng.compact(model, ng.plan(model, batch[:2], constants=constants))
     wanted = model(batch)
     found = {f"{title}_error": relative_l2(wanted, cut(batch)) for title, cut in cuts.items()}
-    return found | {f"{title}_parameters": parameters(cut) for title, cut in cuts.items()}
+    return theirs_of(old) | found | {f"{title}_parameters": parameters(cut) for title, cut in cuts.items()}
 
 
-def mean_over_seeds(name: str, shift: float) -> dict[str, Any]:
-    runs = [lost(name, shift, seed) for seed in SEEDS]
+def mean_over_seeds(name: str, shift: float, old: Record | None) -> Record:
+    earlier = old["runs"] if old else [None] * len(SEEDS)
+    runs = [lost(name, shift, seed, one) for seed, one in zip(SEEDS, earlier, strict=True)]
     means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
     return {"shift": shift, **means, "runs": runs}
 
 
-def page(record: dict[str, Any]) -> str:
+def page(record: Record) -> str:
     made = record["about"]
+    theirs = made["torch_pruning"]
+    when = f", its figures from the run of {theirs['date'][:10]}" if "date" in theirs else ""
     return "\n".join(
         [
             "# Beside Torch-Pruning",
             "",
-            f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {made['torch_pruning']}, PyTorch "
+            f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {theirs['version']}{when}, PyTorch "
             f"{made['versions']['torch']}). What is compared, and how: `against_torch_pruning.py`. Half of the filters "
             "zeroed at random.",
             "",
@@ -133,12 +151,12 @@ def page(record: dict[str, Any]) -> str:
     )
 
 
-def left_row(name: str, found: dict[str, Any]) -> str:
+def left_row(name: str, found: Record) -> str:
     counts = [found[key] for key in ("parameters", "torch_pruning", "aligned", "scatter")]
     return f"| {name} | " + " | ".join(f"{count / 1e6:.3f}" for count in counts) + " |"
 
 
-def lost_rows(record: dict[str, Any]) -> Iterator[str]:
+def lost_rows(record: Record) -> Iterator[str]:
     for name, rows in record["lost"].items():
         for row in rows:
             cells = [
@@ -150,20 +168,32 @@ def lost_rows(record: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--theirs", type=Path, help="a file of an earlier run, for Torch-Pruning's figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"about": {**about(), "torch_pruning": version()}, "left": {}, "lost": {}}
+    old = json.loads(options.theirs.read_text()) if options.theirs else None
+    if old is None:
+        require("--theirs FILE")
+    record: Record = {"about": {**about(), "torch_pruning": source_of(old)}, "left": {}, "lost": {}}
     for name in networks():
-        record["left"][name] = left(name)
+        record["left"][name] = left(name, old and old["left"][name])
         print(name, record["left"][name], flush=True)
     for name in SHIFTED:
         record["lost"][name] = []
-        for shift in SHIFTS:
-            record["lost"][name].append(mean_over_seeds(name, shift))
+        for i, shift in enumerate(SHIFTS):
+            record["lost"][name].append(mean_over_seeds(name, shift, old and old["lost"][name][i]))
             print(name, {k: v for k, v in record["lost"][name][-1].items() if k != "runs"}, flush=True)
     write_json(options.out, record)
     options.out.with_suffix(".md").write_text(page(record))
+
+
+def source_of(old: Record | None) -> Record:
+    """Torch-Pruning's version, and where its figures come from an earlier run, that run's date."""
+    if old is None:
+        return {"version": version()}
+    theirs = old["about"]["torch_pruning"]
+    return {"version": theirs, "date": old["about"]["date"]} if isinstance(theirs, str) else theirs
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Removes channels from random networks, one a seed, and writes what was met, what went, and the worst error.
 
     python benchmarks/fuzz.py --examples 1000 --out benchmarks/fuzz.json
+    python benchmarks/fuzz.py --examples 1000 --workers 12 --out benchmarks/fuzz.json
 
 The networks are those of tests/test_flow_fuzz.py: float64, random wiring, random statistics, random closed filters.
 """
@@ -8,6 +9,8 @@ The networks are those of tests/test_flow_fuzz.py: float64, random wiring, rando
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import random
 import sys
 import time
@@ -15,13 +18,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from _record import ROOT, about, write_json
+from _workers import Limits, Outcome, add_options, outcomes
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from flow_helpers import NOISE_FACTOR, TOLERANCE, count, more_like, relative_error, spread_of
-from flow_networks import random_network
+from flow_networks import ALL_STEPS, random_network
 
 import narrowgate as ng
 from narrowgate.flow.plan import LAYOUTS
@@ -32,10 +38,10 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=1000, help="how many networks (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--out", type=Path, help="where to write the numbers as JSON")
+    add_options(parser, seconds=120.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     started = time.perf_counter()
-    record = run(range(options.first, options.first + options.examples))
+    record = run(range(options.first, options.first + options.examples), Limits.of(options))
     record["seconds"] = round(time.perf_counter() - started, 1)
     if options.out:
         write_json(options.out, {**about(), **record})
@@ -50,26 +56,28 @@ def main() -> int:
     return 1 if record["failures"] else 0
 
 
-def run(seeds: range) -> dict[str, Any]:
+def run(seeds: range, limits: Limits) -> dict[str, Any]:
     """Counts over all networks, and every failure by seed."""
+    found: dict[int, Outcome] = {}
+    for key, outcome in outcomes({str(seed): functools.partial(narrow, seed) for seed in seeds}, limits):
+        found[int(key)] = outcome
+        if sys.stderr.isatty():
+            print(f"\r{len(found)}/{len(seeds)}", end="", file=sys.stderr, flush=True)
+    failures: list[dict[str, Any]] = []
     operations: Counter[str] = Counter()
     collapsed = 0
-    failures: list[dict[str, Any]] = []
     layouts = {
         name: {"parameters_before": 0, "parameters_after": 0, "narrowed": 0, "worst_error": 0.0} for name in LAYOUTS
     }
-    for done, seed in enumerate(seeds, 1):
-        model, inputs = random_network(random.Random(seed))
-        operations.update(name for name in model.operations() if name != "apply")
-        operations.update(type(layer).__name__ for layer in model.children())
-        for layout, totals in layouts.items():
-            try:
-                if not check(model, inputs, layout, totals):
-                    collapsed += layout == LAYOUTS[0]
-            except Exception as error:  # anything at all is a finding, and the other networks still count
-                failures.append({"seed": seed, "layout": layout, "why": f"{type(error).__name__}: {error}"[:300]})
-        if sys.stderr.isatty():
-            print(f"\r{done}/{len(seeds)}", end="", file=sys.stderr, flush=True)
+    for seed, outcome in sorted(found.items()):
+        if outcome.failure:
+            failures.append({"seed": seed, "layout": "all", "why": outcome.failure})
+            continue
+        failures += outcome.value["failures"]
+        operations.update(outcome.value["operations"])
+        collapsed += outcome.value["layouts"][LAYOUTS[0]] is None
+        for name, one in outcome.value["layouts"].items():
+            add(layouts[name], one or {})
     return {
         "networks": len(seeds),
         "first_seed": seeds.start,
@@ -82,24 +90,45 @@ def run(seeds: range) -> dict[str, Any]:
     }
 
 
-def check(model: torch.nn.Module, inputs: torch.Tensor, layout: str, totals: dict[str, Any]) -> bool:
-    """Narrow one network and add to the totals; False if its outputs are constant and it was refused."""
+def add(totals: dict[str, Any], one: dict[str, Any]) -> None:
+    """Counts add up, of errors the worst stays."""
+    for key, value in one.items():
+        totals[key] = max(totals[key], value) if key == "worst_error" else totals[key] + value
+
+
+def narrow(seed: int) -> dict[str, Any]:
+    """One network in every layout: its operations, what went, what failed; None for a layout that refused it."""
+    model, inputs = random_network(random.Random(seed), kinds=ALL_STEPS)
+    operations = [name for name in model.operations() if name != "apply"]
+    operations += [type(layer).__name__ for layer in model.children()]
+    layouts: dict[str, dict[str, Any] | None] = {}
+    failures = []
+    for layout in LAYOUTS:
+        try:
+            layouts[layout] = check(model, inputs, layout)
+        except Exception as error:  # anything at all is a finding, and the other layouts still count
+            layouts[layout] = {}
+            failures.append({"seed": seed, "layout": layout, "why": f"{type(error).__name__}: {error}"[:300]})
+    return {"operations": operations, "layouts": layouts, "failures": failures}
+
+
+def check(model: torch.nn.Module, inputs: torch.Tensor, layout: str) -> dict[str, Any] | None:
+    """Narrow one network and compare; None if its outputs are constant and it was refused."""
     try:
         plan = ng.plan(model, inputs, layout=layout)
     except ng.CollapseError:
         if any(spread_of(output) > TOLERANCE for output in model(more_like(inputs))):
             raise
-        return False
+        return None
     small = ng.compact(model, plan)
+    worst = 0.0
     for batch in (inputs, more_like(inputs)):
         error, noise = relative_error(model, small, batch)
         if not error <= max(TOLERANCE, NOISE_FACTOR * noise):
             raise AssertionError(f"off by {error:.1e} of the outputs' spread, rounding noise {noise:.1e}")
-        totals["worst_error"] = max(totals["worst_error"], error)
-    totals["parameters_before"] += count(model)
-    totals["parameters_after"] += count(small)
-    totals["narrowed"] += count(small) < count(model)
-    return True
+        worst = max(worst, error)
+    before, after = count(model), count(small)
+    return {"parameters_before": before, "parameters_after": after, "narrowed": after < before, "worst_error": worst}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python benchmarks/plan_speed.py                   # about twenty minutes on an idle machine
     python benchmarks/plan_speed.py --part models     # or: growth
     python benchmarks/plan_speed.py --only resnet50 --repeats 1
+    python benchmarks/plan_speed.py --ours            # without Torch-Pruning, which is then not needed
 
 Needs the package installed, torchvision and torch-pruning. Writes ``benchmarks/plan_speed.json`` and ``.md``. Targets:
 the sum over the six models at most 0.4 times Torch-Pruning's, none above 3 s where Torch-Pruning is under 3 s; time
@@ -35,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _record import ROOT, about, write_json
-from _torch_pruning import prune_by_magnitude, version
+from _torch_pruning import prune_by_magnitude, require, version
 from _zeroed import parameters, randomise_, zero_half_
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -154,9 +155,10 @@ def exponent(rows: dict[str, Any], method: str) -> float | None:
 
 
 def totals(rows: dict[str, Any]) -> dict[str, float]:
-    """Sums over the models that every method finished."""
-    done = [row for row in rows.values() if all("seconds" in row.get(method, {}) for method in METHODS)]
-    return {method: round(sum(row[method]["seconds"] for row in done), 2) for method in METHODS}
+    """Sums over the models that every method finished, for methods that ran at all."""
+    ran = [method for method in METHODS if any(method in row for row in rows.values())]
+    done = [row for row in rows.values() if all("seconds" in row.get(method, {}) for method in ran)]
+    return {method: round(sum(row[method]["seconds"] for row in done), 2) for method in ran}
 
 
 def page(record: dict[str, Any]) -> str:
@@ -172,8 +174,8 @@ def page(record: dict[str, Any]) -> str:
         lines += ["", "| model | aligned | scatter | Torch-Pruning |", "|---|---|---|---|"]
         lines += [row_of(name, row) for name, row in record["models"].items()]
         sums = totals(record["models"])
-        lines.append("| **sum** | " + " | ".join(f"**{sums[method]:.2f}**" for method in METHODS) + " |")
-        if sums["torch_pruning"]:
+        lines.append("| **sum** | " + " | ".join(f"**{sums[m]:.2f}**" if m in sums else "" for m in METHODS) + " |")
+        if sums.get("torch_pruning"):
             ratio = sums["aligned"] / sums["torch_pruning"]
             lines += ["", f"Aligned over Torch-Pruning: {ratio:.2f} (target {TARGETS['sum_ratio']})."]
     for kind in DEPTHS:
@@ -200,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("models", "growth"), help="only this part; the other one's results stay")
     parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--ours", action="store_true", help="do not run Torch-Pruning")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=60.0, help="run a method once where it takes longer than this")
     parser.add_argument("--stop", type=float, default=300.0, help="no deeper networks for a method that took this long")
@@ -207,10 +210,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = json.loads(options.out.read_text()) if options.out.exists() and (options.part or options.only) else {}
+    if not options.ours:
+        require("--ours")
     run = Run(options, record)
     warm, example = build("mobilenet_v2")
-    for method in METHODS.values():
-        method(copy.deepcopy(warm), example)
+    for method in run.methods:
+        METHODS[method](copy.deepcopy(warm), example)
     if options.part != "growth":
         run.models()
     if options.part != "models":
@@ -222,15 +227,16 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, record: dict[str, Any]) -> None:
         self.options, self.record = options, record
+        self.methods = [method for method in METHODS if method != "torch_pruning" or not options.ours]
 
     def models(self) -> None:
         for name in MODELS:
             if self.options.only in name:
-                self._put("models", name, measure(name, self.options.repeats, list(METHODS), self.options.limit))
+                self._put("models", name, measure(name, self.options.repeats, self.methods, self.options.limit))
 
     def growth(self) -> None:
         for kind, depths in DEPTHS.items():
-            methods = list(METHODS)
+            methods = self.methods
             for name in (f"{kind}-{depth}" for depth in depths):
                 if self.options.only not in name:
                     continue
@@ -240,7 +246,7 @@ class Run:
 
     def _put(self, part: str, name: str, found: dict[str, Any]) -> None:
         self.record.setdefault(part, {})[name] = found
-        self.record["about"] = {**about(), "torch_pruning": version()}
+        self.record["about"] = {**about(), "torch_pruning": "not run" if self.options.ours else version()}
         write_json(self.options.out, self.record)
         self.options.out.with_suffix(".md").write_text(page(self.record))
         seconds = {method: found.get(method, {}).get("seconds", "-") for method in METHODS}

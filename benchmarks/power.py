@@ -1,11 +1,12 @@
 """How much is removed, next to a count by brute force of what a network needs.
 
-    python benchmarks/power.py                      # about ten minutes on one core
+    python benchmarks/power.py                      # about an hour on one core, two thirds of it resnet50
+    python benchmarks/power.py --workers 12         # twelve processes, the same numbers
     python benchmarks/power.py --only resnet164     # one network
 
-Needs the package installed and torchvision. Writes ``benchmarks/power.json`` and ``benchmarks/power.md``. Targets: with
-zero shifts ``scatter`` leaves at most 1.02 times the brute-force count; with random shifts, N(0, 0.1), ``exact`` leaves
-at most 1.15 times that count and the outputs do not move.
+Needs the package installed and torchvision. Writes ``benchmarks/power.json`` and ``benchmarks/power.md``, or what
+``--out some/where.json`` names. Targets: with zero shifts ``scatter`` leaves at most 1.02 times the brute-force count;
+with random shifts, N(0, 0.1), ``exact`` leaves at most 1.15 times that count and the outputs do not move.
 
 Half of the filters of every layer but the last are zero, drawn layer by layer; BatchNorm means are zero, variances fit
 the data. The brute-force count knows nothing of graphs: it runs the network on many random images, forward and
@@ -20,10 +21,9 @@ given beside it.
 from __future__ import annotations
 
 import argparse
-import copy
+import functools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _record import ROOT, about, write_json
+from _workers import Job, Limits, add_options, outcomes
 from _zeroed import batch_norms, mixers, parameters, zero_half_
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,10 @@ import narrowgate as ng
 RESULTS = ROOT / "benchmarks" / "power.json"
 SHIFT = 0.1
 TARGETS = {"scatter": 1.02, "exact": 1.15}
+SHIFTS = {"zero_shifts": 0.0, "random_shifts": SHIFT}
+LAYOUTS = ("aligned", "scatter")
+CHUNK = 64  # images that one process looks at
+Seen = dict[str, dict[str, list[bool]]]
 
 
 def networks() -> dict[str, Callable[[], nn.Module]]:
@@ -125,10 +130,6 @@ class Counter:
         seen = self.seen[name]
         seen[what] = seen[what] | found if what in seen else found
 
-    def needed(self) -> int:
-        """Parameters a network needs that has just these channels."""
-        return sum(needed_by(layer, **self.seen[name]) for name, layer in self.layers.items() if self.seen[name])
-
 
 def by_channel(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, 0).flatten(1)
@@ -155,24 +156,28 @@ def needed_by(layer: nn.Module, inputs: Tensor, outputs: Tensor, matter: Tensor)
     return taps * int(pairs.sum()) + (int(live.sum()) if layer.bias is not None else 0)
 
 
-def brute_force(model: nn.Module, name: str, counts: list[int], leaky: bool = False) -> dict[str, int]:
-    """The count after each of these numbers of images."""
-    model = copy.deepcopy(model)
+def look(name: str, chunk: int, leaky: bool) -> Seen:
+    """What one lot of images shows, by layer; the same for the same number of the lot."""
+    model = zeroed(name, 0.0)
     if leaky:
         make_leaky_(model)
     counter = Counter(model)
-    found: dict[str, int] = {}
-    done = 0
+    torch.manual_seed(1000 + chunk)
     with functional_leaky(leaky):
-        for goal in counts:
-            while done < goal:
-                batch = images(name, min(16, goal - done)).requires_grad_()
-                output = model(batch)
-                (output * torch.randn_like(output)).sum().backward()
-                model.zero_grad()
-                done += len(batch)
-            found[str(goal)] = counter.needed()
-    return found
+        for _ in range(CHUNK // 16):
+            output = model(images(name, 16).requires_grad_())
+            (output * torch.randn_like(output)).sum().backward()
+            model.zero_grad()
+    return {layer: {what: found.tolist() for what, found in seen.items()} for layer, seen in counter.seen.items()}
+
+
+def needed(name: str, lots: list[Seen]) -> int:
+    """Parameters a network needs that has just the channels which these lots of images show."""
+    count = 0
+    for layer, module in Counter(networks()[name]()).layers.items():
+        seen = {what: torch.tensor([lot[layer][what] for lot in lots]).any(0) for what in lots[0][layer]}
+        count += needed_by(module, **seen) if seen else 0
+    return count
 
 
 def make_leaky_(model: nn.Module) -> None:
@@ -198,35 +203,44 @@ class functional_leaky:
         F.relu = self.relu
 
 
-def measure(name: str, counts: list[int]) -> dict[str, Any]:
-    plain, shifted = zeroed(name, 0.0), zeroed(name, SHIFT)
-    example = images(name, 4)
-    start = time.perf_counter()
-    brute = brute_force(plain, name, counts)
-    needs = max(brute.values())
-    leaky = brute_force(plain, name, counts[:1], leaky=True)
-    result: dict[str, Any] = {
-        "parameters": parameters(plain),
-        "brute_force": needs,
-        "brute_force_by_images": brute,
-        "brute_force_leaky_by_images": leaky,
-        "brute_force_s": round(time.perf_counter() - start, 1),
-    }
-    for title, model in (("zero_shifts", plain), ("random_shifts", shifted)):
-        result[title] = {layout: compacted(model, example, layout, needs) for layout in ("aligned", "scatter")}
-    return result
-
-
-def compacted(model: nn.Module, example: Tensor, layout: str, needs: int) -> dict[str, Any]:
+def compacted(name: str, shift: float, layout: str) -> dict[str, Any]:
+    """What a layout leaves, and what the outputs lose."""
+    model, example = zeroed(name, shift), images(name, 4)
     small = ng.compact(model, ng.plan(model, example, layout=layout))
     checked = ng.verify(model, small, example)
-    left = parameters(small)
-    return {
-        "parameters": left,
-        "over_brute_force": round(left / needs, 4),
-        "error": checked.relative_error,
-        "noise": checked.noise,
+    return {"parameters": parameters(small), "error": checked.relative_error, "noise": checked.noise}
+
+
+def jobs_of(names: list[str], lots: int) -> dict[str, Job]:
+    """Everything there is to measure, the longest first."""
+    jobs: dict[str, Job] = {}
+    for name in names:
+        jobs |= {f"{name} lot {chunk}": functools.partial(look, name, chunk, False) for chunk in range(lots)}
+        jobs[f"{name} leaky"] = functools.partial(look, name, 0, True)
+        for title, shift in SHIFTS.items():
+            for layout in LAYOUTS:
+                jobs[f"{name} {title} {layout}"] = functools.partial(compacted, name, shift, layout)
+    return jobs
+
+
+def assembled(name: str, found: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    """One network's results from those of its jobs."""
+    lots = [found[f"{name} lot {chunk}"] for chunk in range(max(counts) // CHUNK)]
+    brute = {str(count): needed(name, lots[: count // CHUNK]) for count in counts}
+    needs = max(brute.values())
+    result: dict[str, Any] = {
+        "parameters": parameters(networks()[name]()),
+        "brute_force": needs,
+        "brute_force_by_images": brute,
+        "brute_force_leaky_by_images": {str(CHUNK): needed(name, [found[f"{name} leaky"]])},
     }
+    for title in SHIFTS:
+        by_layout = {layout: found[f"{name} {title} {layout}"] for layout in LAYOUTS}
+        result[title] = {
+            layout: {**one, "over_brute_force": round(one["parameters"] / needs, 4)}
+            for layout, one in by_layout.items()
+        }
+    return result
 
 
 def rows(record: dict[str, Any]) -> Iterator[str]:
@@ -262,22 +276,36 @@ def page(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="networks whose name contains this; other results stay")
     parser.add_argument("--images", type=int, nargs="+", default=[64, 256, 1024], help="report the count after these")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    add_options(parser, seconds=900.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    counts = sorted(options.images)
+    if any(count % CHUNK for count in counts):
+        parser.error(f"--images: multiples of {CHUNK}")
     record = json.loads(options.out.read_text()) if options.only and options.out.exists() else {"networks": {}}
-    for name in networks():
-        if options.only in name:
-            record["networks"][name] = measure(name, sorted(options.images))
-            record["about"] = about()
-            write_json(options.out, record)
-            options.out.with_suffix(".md").write_text(page(record))
-            print(name, json.dumps(record["networks"][name], indent=1), flush=True)
+    names = [name for name in networks() if options.only in name]
+    found: dict[str, Any] = {}
+    failed: list[str] = []
+    for key, outcome in outcomes(jobs_of(names, max(counts) // CHUNK), Limits.of(options)):
+        found[key] = outcome.value
+        print(f"{key:<40} {outcome.seconds:6.1f} s  {outcome.failure}", flush=True)
+        failed += [key] if outcome.failure else []
+    for name in names:
+        if any(key.startswith(f"{name} ") for key in failed):
+            print(f"{name}: no result, see above")
+            continue
+        record["networks"][name] = assembled(name, found, counts)
+        print(name, json.dumps(record["networks"][name], indent=1), flush=True)
+    record["networks"] = {name: record["networks"][name] for name in networks() if name in record["networks"]}
+    record["about"] = about()
+    write_json(options.out, record)
+    options.out.with_suffix(".md").write_text(page(record))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -22,10 +22,10 @@ from _record import ROOT, about, quartiles, table, write_json
 from narrowgate.flow import compact, plan
 from narrowgate.report import write_report
 from narrowgate.storage import save
-from narrowgate.train.engine import RECIPE, SMALL
 from narrowgate.train.finish import Result
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import RECIPE, SMALL
 from narrowgate.train.setup import build
 from narrowgate.train.training import Size
 

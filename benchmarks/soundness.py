@@ -1,12 +1,13 @@
 """Does every compacted model compute what the original did? All of torchvision's classifiers and varied timm models.
 
     python benchmarks/soundness.py                    # all models, about an hour on one core; then the table
+    python benchmarks/soundness.py --workers 12       # twelve at a time, the longest first
     python benchmarks/soundness.py --resume           # only models without a result yet
     python benchmarks/soundness.py --only resnet50    # names that contain this; other results stay as they are
     python benchmarks/soundness.py --table            # write soundness.md again from soundness.json
 
 Needs the package installed, torchvision and timm. Writes ``benchmarks/soundness.json`` after every model and
-``benchmarks/soundness.md`` at the end.
+``benchmarks/soundness.md`` at the end, or what ``--out some/where.json`` names, models always in the same order.
 
 Each model has random weights, random BatchNorm statistics and shifts, and half of the filters of every layer but the
 last set to zero, drawn layer by layer. It is planned and compacted in float64 in both layouts and compared on random
@@ -18,14 +19,11 @@ work and the error is at most 1e-9, or 100 times the noise, in both layouts at b
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
 import os
 import time
-import traceback
-import warnings
 import zlib
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _record import ROOT, about, write_json
 from _soundness_table import write_table
+from _workers import Job, Limits, Outcome, add_options, first_line, outcomes
 from _zeroed import calibrate_, parameters, randomise_, zero_half_
-from _zoo import Entry, entries, load
+from _zoo import Entry, Unknown, entries, load
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -58,9 +57,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep results that are there")
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--skip-larger-than", type=float, default=250.0, help="million parameters")
-    parser.add_argument("--seconds", type=float, default=420.0, help="time limit for one model")
-    parser.add_argument("--gigabytes", type=float, default=16.0, help="memory limit for one model")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no model after this many seconds")
+    add_options(parser, seconds=420.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     record = read(options.out)
@@ -77,25 +74,38 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     import timm
     import torchvision  # noqa: F401
 
-    wanted = [entry for entry in entries() if options.only in entry.key]
-    start = time.monotonic()
-    for i, entry in enumerate(wanted):
-        old = record["models"].get(entry.key)
-        if options.resume and old is not None and not old["verdict"].startswith("not run"):
-            continue
-        if time.monotonic() - start > options.budget:
-            result = old or {"verdict": "not run: time"}
-        else:
-            result = run_one(entry, options)
-        record["models"][entry.key] = result
+    models: dict[str, Any] = record["models"]
+    zoo = {entry.key: entry for entry in entries()}
+    jobs = jobs_of(options, [entry for entry in zoo.values() if options.only in entry.key], models)
+    for i, (key, outcome) in enumerate(outcomes(jobs, Limits.of(options)), 1):
+        models[key] = result_of(zoo[key], outcome)
+        record["models"] = {key: models[key] for key in zoo if key in models}
         record |= {"about": {**about(), "timm": timm.__version__}, "settings": settings()}
         write_json(options.out, record)
-        seconds = result.get("seconds", 0.0)
-        print(f"{i + 1:>4}/{len(wanted)}  {entry.key:<55} {seconds:6.1f} s  {result['verdict']}", flush=True)
+        print(f"{i:>4}/{len(jobs)}  {key:<55} {outcome.seconds:6.1f} s  {models[key]['verdict']}", flush=True)
+
+
+def jobs_of(options: argparse.Namespace, wanted: list[Entry], done: dict[str, Any]) -> dict[str, Job]:
+    """What is to run: with several workers the longest first, going by the committed times, so that none comes last."""
+    if options.resume:
+        wanted = [e for e in wanted if done.get(e.key, {"verdict": "not run"})["verdict"].startswith("not run")]
+    if options.workers > 1:
+        times = {key: model.get("seconds", 0.0) for key, model in read(RESULTS)["models"].items()}
+        wanted = sorted(wanted, key=lambda entry: -times.get(entry.key, float("inf")))
+    return {entry.key: functools.partial(measure, entry, options.skip_larger_than) for entry in wanted}
+
+
+def result_of(entry: Entry, outcome: Outcome) -> dict[str, Any]:
+    """A model's row: what was measured, or why nothing was."""
+    spent = {"seconds": outcome.seconds, "peak_gb": outcome.peak_gb}
+    if not outcome.failure:
+        return {"source": entry.source, **outcome.value, **spent}
+    kind = "not run" if outcome.failure.endswith("of memory") else "FAILED"
+    where = {"where": outcome.where} if outcome.where else {}
+    return {"source": entry.source, "verdict": f"{kind}: {outcome.failure}", **where, **spent}
 
 
 def settings() -> dict[str, Any]:
@@ -108,67 +118,14 @@ def settings() -> dict[str, Any]:
     }
 
 
-def run_one(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model in a process of its own, with limits on time and memory."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=measure_in_child, args=(entry, options.skip_larger_than, theirs))
-    start = time.monotonic()
-    child.start()
-    theirs.close()
-    result, peak = None, 0.0
-    while result is None:
-        if ours.poll(0.2):
-            try:
-                result = ours.recv()
-            except EOFError:
-                result = {"verdict": "FAILED: the process died"}
-        peak = max(peak, gigabytes_of(child.pid))
-        if result is None and time.monotonic() - start > options.seconds:
-            result = {"verdict": f"FAILED: more than {options.seconds:.0f} s"}
-        if result is None and peak > options.gigabytes:
-            result = {"verdict": f"not run: more than {options.gigabytes:.0f} GB of memory"}
-    child.kill()
-    child.join()
-    return {"source": entry.source, **result, "seconds": round(time.monotonic() - start, 1), "peak_gb": round(peak, 1)}
-
-
-def gigabytes_of(process: int | None) -> float:
-    """The memory a process has in use, where the system says."""
-    try:
-        text = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return 0.0
-    kilobytes = [line.split()[1] for line in text.splitlines() if line.startswith("VmRSS")]
-    return int(kilobytes[0]) / 2**20 if kilobytes else 0.0
-
-
-def measure_in_child(entry: Entry, largest: float, answer: Connection) -> None:
-    warnings.simplefilter("ignore")
-    with open(os.devnull, "w") as nowhere:  # torch.export prints whole graphs where it gives up
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        result = measure(entry, largest)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {first_line(error)}"
-        result = {
-            "verdict": f"FAILED: {message}",
-            "where": f"{Path(where.filename).name}:{where.lineno} {where.name}",
-        }
-    answer.send(result)
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""
-
-
 @torch.no_grad()
 def measure(entry: Entry, largest: float) -> dict[str, Any]:
     """Everything the table says about one model."""
     torch.manual_seed(zlib.crc32(entry.key.encode()))
-    loaded = load(entry)
+    try:
+        loaded = load(entry)
+    except Unknown as error:
+        return {"verdict": f"not run: {error}"}
     model = loaded.model.eval()
     before = parameters(model)
     result: dict[str, Any] = {"input": list(loaded.shape), "parameters": before}

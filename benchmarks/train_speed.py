@@ -3,7 +3,8 @@
 On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual pruning script: the network without gates, a
 ``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph; ``--plain-bf16`` adds one under
 autocast. The engine
-trains the *gated* network from a recipe, as a CUDA graph and as a compiled one.
+trains the *gated* network from a recipe, as a CUDA graph (gates before the norm as in the paper, and after it) and as
+a compiled one.
 
 On a CPU (MNIST, LeNet-5) the plain loop trains the same gated network with the same penalty over tensors in memory, and
 the engine's whole epoch counts, evaluation included in both.
@@ -46,6 +47,8 @@ name = "{model}"
 [data]
 source = "npz"
 augment = "crop-flip"
+[gates]
+placement = "{placement}"
 [penalty]
 kind = "bounded-l1"
 strength = 1e-4
@@ -91,13 +94,18 @@ def main() -> None:
     parser.add_argument("--plain-steps", type=int, default=100, help="GPU: steps of a plain loop's turn")
     parser.add_argument("--plain-bf16", action="store_true", help="GPU: a plain loop under autocast as well")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--try-kernels", action="store_true", help="GPU: cudnn.benchmark, for all loops alike")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = arguments.try_kernels
     rows: list[dict[str, Any]] = []
     out = arguments.out or ROOT / "benchmarks" / f"train_speed_{arguments.device}.json"
+    facts = {"cudnn_benchmark": arguments.try_kernels}
     for name in arguments.models if arguments.device == "cuda" else ("lenet5",):
         rows += measure(name, arguments)
-        write_json(out, {"what": "training speed, in turns", **about(arguments.device), "batch": BATCH, "rows": rows})
+        write_json(
+            out, {"what": "training speed, in turns", **about(arguments.device), "batch": BATCH, **facts, "rows": rows}
+        )
     head = ["model", "loop", "ms a step", "images/s", "times plain"]
     keys = ("model", "loop", "ms", "images_per_second", "ratio")
     print(table(head, [[str(row[key]) for key in keys] for row in rows]))
@@ -138,10 +146,12 @@ def gpu_loops(name: str, arguments: argparse.Namespace, folder: Path) -> Iterato
     plain = (("plain, float32", False), ("plain, bfloat16", True))
     for label, bf16 in plain if arguments.plain_bf16 else plain[:1]:
         yield label, Plain(name, arguments.data, bf16, arguments.plain_steps)
-    for compiled in (False,) if arguments.no_compile else (False, True):
-        text = GPU_RECIPE.format(model=name, compile=str(compiled).lower())
-        label = "engine, compiled graph" if compiled else "engine, graph"
-        yield label, Engine(text, arguments.data, folder / str(compiled), "cuda")
+    kinds = [("engine, graph", "before-norm", "false"), ("engine, graph, gates after the norm", "after-norm", "false")]
+    if not arguments.no_compile:
+        kinds.append(("engine, compiled graph", "before-norm", "true"))
+    for label, placement, compiled in kinds:
+        text = GPU_RECIPE.format(model=name, placement=placement, compile=compiled)
+        yield label, Engine(text, arguments.data, folder / f"{placement}-{compiled}", "cuda")
 
 
 def cpu_loops(data: Path, folder: Path) -> Iterator[tuple[str, Turn]]:

@@ -101,6 +101,26 @@ class Builder:
         function = self.rng.choice(functions)
         return self.step(function, self.shapes[i], i, numbers=[0.5, False] if "dropout" in function.__name__ else [])
 
+    def gated(self, i):
+        """A gated linear unit over channels, behind a layer that makes their number even."""
+        i = self.convolution(i, out=2 * self.width(), same=True)
+        return self.step(F.glu, (self.shapes[i][0] // 2, *self.shapes[i][1:]), i, numbers=[1])
+
+    def inverted(self, i):
+        """Wide inside, a padded depthwise layer between two activations, narrow again, as in MobileNetV2.
+
+        A kernel of three has four parts: with many constants beside the border, some are sums of others.
+        """
+        i = self.norm(self.convolution(i, out=self.rng.choice([8, MAX_CHANNELS]), same=True))
+        i = self.step(F.relu6, self.shapes[i], i)
+        channels = self.shapes[i][0]
+        kernel, padding = self.rng.choice([((3, 1), (1, 0)), ((1, 3), (0, 1)), (3, 1)])
+        deep = nn.Conv2d(channels, channels, kernel, padding=padding, groups=channels, bias=self.rng.random() < 0.5)
+        i = self.norm(self.step(apply, self.shapes[i], i, layers=[deep]))
+        i = self.step(self.rng.choice([F.relu, F.relu6, F.leaky_relu]), self.shapes[i], i)
+        out = self.width()
+        return self.step(apply, (out, *self.shapes[i][1:]), i, layers=[nn.Conv2d(channels, out, 1)])
+
     def scale(self, i):
         """A learned factor or summand for each channel, some of them zero."""
         channels, *sizes = self.shapes[i]
@@ -221,16 +241,17 @@ IMAGE_STEPS = (
     "pool resize residual residual join concatenate squeeze_excite use_again use_again shuffle swap_halves "
     "pixel_shuffle channels_last_linear pointwise scale pad repeat slice"
 ).split()
+ALL_STEPS = [*IMAGE_STEPS, "gated", "inverted"]
 
 
-def random_network(rng, steps=(3, 9)):
+def random_network(rng, steps=(3, 9), kinds=IMAGE_STEPS):
     """A network with random wiring, random statistics and random closed filters, and inputs for it."""
     torch.manual_seed(rng.randrange(2**31))
     builder = Builder(rng, rng.choice([5, 6, 8]))
     last = builder.convolution(0)
     for _ in range(rng.randint(*steps)):
         i = builder.pick(lambda shape: len(shape) == 3) if rng.random() < 0.3 else last
-        last = getattr(builder, rng.choice(IMAGE_STEPS))(i)
+        last = getattr(builder, rng.choice(kinds))(i)
     heads = [last, *[builder.pick(lambda shape: len(shape) == 3) for _ in range(rng.choice([0, 0, 1]))]]
     builder.net.outputs = [builder.head(i) for i in heads]
     if rng.random() < 0.15:

@@ -71,7 +71,20 @@ def by_keyword(q, k, v):
     return F.scaled_dot_product_attention(query=q, key=k, value=v, scale=0.4)
 
 
-WAYS = [plain, by_keyword, decomposed, masked, causal, biased, decomposed_with_bias]
+def with_letters(q, k, v):
+    scores = torch.einsum("b h i d, b h j d -> b h i j", q * SIZE**-0.5, k)
+    return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+
+
+def with_letters_in_another_order(q, k, v):
+    """Heads in the middle, values before their weights, results turned."""
+    scores = torch.einsum("bnhd,bhmd->hbnm", q.transpose(1, 2), k)
+    out = torch.einsum("bHmd,Hbnm->bnHd", v, scores.softmax(-1))
+    return out.transpose(1, 2)
+
+
+WRITTEN_OUT = [decomposed, with_letters, with_letters_in_another_order]
+WAYS = [plain, by_keyword, *WRITTEN_OUT, masked, causal, biased, decomposed_with_bias]
 
 
 def net(attend, **sizes):
@@ -289,7 +302,7 @@ def keeps_a_part(q, k, v):
     return (q @ k.transpose(-2, -1)).sigmoid() @ v
 
 
-@pytest.mark.parametrize("attend", [masks_one_row, masked, biased, keeps_a_part, decomposed])
+@pytest.mark.parametrize("attend", [masks_one_row, masked, biased, keeps_a_part, *WRITTEN_OUT])
 def test_a_constant_value_that_may_not_stay_one_is_kept(attend):
     model = net(attend)
     close_(model.attention.qkv, [V + 4], constant=0.7)

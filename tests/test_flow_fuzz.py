@@ -14,7 +14,7 @@ from flow_helpers import (
     more_like,
     spread_of,
 )
-from flow_networks import random_network
+from flow_networks import ALL_STEPS, random_network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ removed = []
 @settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def check_random_network(rng):
-    model, inputs = random_network(rng)
+    model, inputs = random_network(rng, kinds=ALL_STEPS)
     before = copy.deepcopy(model)
     round_to = rng.choice([1, 1, 1, 2, 4])
     for layout in LAYOUTS:
@@ -54,6 +54,6 @@ def test_random_networks():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_seed_is_a_network(seed):
     """The benchmark names networks by seed."""
-    (first, x), (second, y) = (random_network(random.Random(seed)) for _ in range(2))
+    (first, x), (second, y) = (random_network(random.Random(seed), kinds=ALL_STEPS) for _ in range(2))
     assert str(first) == str(second) and first.operations() == second.operations()
     assert all((a == b).all() for a, b in zip(first(x), second(y), strict=True))

@@ -166,8 +166,10 @@ NORMS = {
     "index_select": lambda net, x: x.index_select(1, torch.tensor([0, 2, 2, 3, 5, 1])),
     "gather": lambda net, x: x.gather(1, torch.zeros_like(x, dtype=torch.int64) + 5) + x,
     "unfold": lambda net, x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2),
-    "glu": lambda net, x: torch.cat([F.glu(x, 1), F.glu(x, 1)], 1),
     "matmul": lambda net, x: torch.einsum("bchw,cd->bdhw", x, net.matrix),
+    "einsum_of_three": lambda net, x: torch.einsum("bchw,cd,de->behw", x, net.matrix, net.matrix),
+    "einsum_over_channels_and_places": lambda net, x: x * torch.einsum("bchw,bchw->b", x, x)[:, None, None, None],
+    "einsum_of_channels_with_channels": lambda net, x: x * torch.einsum("bchw,bdhw->bcd", x, x).sum(2)[..., None, None],
     "grid_sample": lambda net, x: F.grid_sample(x, net.grid.expand(len(x), -1, -1, -1), align_corners=False),
 }
 

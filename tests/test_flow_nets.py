@@ -113,7 +113,7 @@ def test_two_readers_share_a_carrier():
 @pytest.mark.parametrize("conv2", [nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 12, 3, padding=1, groups=6)])
 def test_depthwise_keeps_a_constant_next_to_a_zero_border(conv2):
     def body(net, x):
-        return net.conv3(F.relu(net.conv2(F.relu(net.bn(net.conv1(x))))))
+        return net.conv3(F.leaky_relu(net.conv2(F.relu(net.bn(net.conv1(x))))))
 
     model = net(body, conv2, norm=True, conv3=nn.Conv2d(conv2.out_channels, 4, 1))
     plan, small = shrink(model, image())

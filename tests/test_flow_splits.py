@@ -115,6 +115,60 @@ def test_one_half_unused(parts):
     assert [i for i in left if i >= 4] == [4, 7] and len(left) == 4
 
 
+def glu_net(body, inside=8, **parts):
+    return Net(body, a=nn.Conv2d(3, inside, 3), last=nn.Conv2d(inside // 2, 4, 1), **parts).double().eval()
+
+
+def test_glu_couples_its_halves():
+    """A zero in the first half ends a channel; a zero in the second is a factor of one half and ends nothing."""
+    model = glu_net(lambda net, x: net.last(F.glu(net.a(x), 1)))
+    close_(model.a, [1, 6])
+    with torch.no_grad():
+        model.last.weight[:, 3] = 0
+    plan, small = shrink_all(model, image())
+    assert kept(plan, "a.weight") == [0, 2, 4, 6]
+    assert small.a.out_channels == 4 and small.last.in_channels == 2
+    plan, _ = shrink(model, image(), layout="scatter")
+    assert kept(plan, "a.weight") == [0, 2, 4]  # what is constant of the second half is put in, not computed
+    assert not plan.walls
+
+
+def test_a_constant_glu_becomes_a_bias():
+    model = glu_net(lambda net, x: net.last(F.glu(net.a(x), 1)))
+    close_(model.a, [1], 0.7)
+    close_(model.a, [5], -0.3)
+    plan, small = shrink_all(model, image())
+    assert kept(plan, "a.weight") == [0, 2, 3, 4, 6, 7]
+    constant = 0.7 * torch.sigmoid(torch.tensor(-0.3, dtype=torch.float64))
+    torch.testing.assert_close(small.last.bias, model.last.bias + constant * model.last.weight[:, 1, 0, 0])
+
+
+def test_glu_beside_the_channels():
+    model = glu_net(lambda net, x: net.last(F.glu(net.a(x), 3)))
+    model.last = nn.Conv2d(8, 4, 1).double()
+    close_(model.a, [2])
+    close_(model.a, [5], 0.4)
+    plan, _ = shrink_all(model, image(size=8), also=[image(size=10)])
+    assert kept(plan, "a.weight") == [0, 1, 3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_zeros_around_glu(seed):
+    """A norm before, a residual around and a depthwise layer behind, as in conformers."""
+
+    def body(net, x):
+        x = net.a(x)
+        y = net.deep(F.glu(net.norm(net.b(x)), 1))
+        return net.last(x + net.c(F.silu(y)))
+
+    torch.manual_seed(seed)
+    parts = {"b": nn.Conv2d(6, 12, 1), "norm": nn.BatchNorm2d(12), "deep": nn.Conv2d(6, 6, 3, padding=1, groups=6)}
+    model = Net(body, a=nn.Conv2d(3, 6, 3), **parts, c=nn.Conv2d(6, 6, 1), last=nn.Conv2d(6, 4, 1))
+    model = prepare_(model, image(), share=0.5, keep=["last"])
+    for layout in ("aligned", "scatter"):
+        shrink(model, image(), layout=layout, also=[image(size=11)], removes=None)
+
+
 def test_three_chunks_for_queries_keys_and_values():
     def body(net, x):
         q, k, v = net.qkv(x).chunk(3, -1)

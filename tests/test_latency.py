@@ -14,7 +14,7 @@ import narrowgate as ng
 from narrowgate.flow.layers import IndexedLayer
 from narrowgate.measure import latency as module
 from narrowgate.measure import runners
-from narrowgate.measure.advice import advice
+from narrowgate.measure.advice import advice, reason
 from narrowgate.measure.latency import ChoiceError, Latency, Missing, Spread, Timing, latency
 from narrowgate.measure.zeroed import zero_channels_
 from narrowgate.models import LeNet5
@@ -208,6 +208,51 @@ def test_compiled_networks_are_timed():
     model = nn.Sequential(nn.Linear(4, 4))
     found = latency(model, model, EXAMPLE, devices=("cpu",), modes=("compiled",), batches=(1, 2), rounds=2)
     assert [(t.mode, t.batch) for t in found.timings] == [("compiled", 1), ("compiled", 2)] or found.missing
+
+
+def test_what_is_there_so_far_is_handed_out():
+    seen = []
+    model = Sleepy(0)
+    found = eager(model, model, batches=(1, 2, 3), rounds=2, progress=seen.append)
+    assert [[t.batch for t in each.timings] for each in seen] == [[1], [1, 2], [1, 2, 3]]
+    assert seen[-1] == found and found.activations == (4, 4)
+
+
+def test_an_older_measurement_is_read():
+    whole = json.loads(result(timing()).to_json())
+    del whole["activations"]
+    assert Latency.from_json(json.dumps(whole)) == result(timing())
+
+
+def at(batch, after, ratio=0.6, device="cuda", mode="eager"):
+    """A timing in which the small network takes so many milliseconds."""
+    small = Spread(*[after / 1e3] * 3)
+    return dataclasses.replace(timing(ratio, device, mode, batch), after=small)
+
+
+def test_the_reason_is_the_first_that_the_numbers_show():
+    launches = result(at(1, 1.0), at(8, 1.1), at(64, 8.0), at(1, 0.3, mode="graph"), at(8, 0.9, mode="graph"))
+    first, second, third, _, graph = launches.timings
+    assert reason(launches, first) == (
+        "launch-bound: a CUDA graph takes 30% of this; 8 times the batch takes 1.1 times as long"
+    )
+    assert "launch-bound" not in reason(launches, second) and "fixed costs" not in reason(launches, third)
+    few = result(at(1, 0.3, mode="graph"), at(8, 0.5, mode="graph"))
+    for each in few.timings:  # the last one has a smaller batch to compare with
+        assert reason(few, each) == "fixed costs of each layer: 8 times the batch takes 1.7 times as long"
+    assert reason(few, at(8, 0.5)).startswith("less efficient kernels: narrower layers do 42% as many")
+    assert reason(launches, graph).startswith("less efficient kernels")
+    assert reason(dataclasses.replace(few, indexed_layers=2), graph) == "index operations: 2 layers pick their channels"
+
+
+def test_time_that_follows_the_activations_is_bandwidth():
+    moved = result(at(64, 1.0), at(256, 4.0), activations=(100, 60))
+    assert reason(moved, moved.timings[0]) == "bandwidth-bound: 60% of the activations are left to be moved"
+    slow = at(64, 1.0, ratio=0.8)
+    assert "less efficient" in reason(result(slow, at(256, 4.0), activations=(100, 60)), slow)
+    odd = result(slow, at(256, 4.0), activations=(100, 60), odd_widths=3)
+    assert reason(odd, slow) == "odd widths: 3 layers are no multiple of 8 wide"
+    assert "odd" not in reason(odd, dataclasses.replace(slow, device="cpu"))
 
 
 def test_advice_only_where_it_is_not_faster():

@@ -20,6 +20,18 @@ def test_lenet_has_the_papers_size_and_its_four_groups():
     assert sizes == {"conv1": 20, "conv2": 50, "fc1.inputs": 800, "fc1": 500}
 
 
+def test_lenet_has_a_batchnorm_behind_its_first_three_layers_if_asked():
+    model = LeNet5(bias=False, norm=True)
+    assert count(model) == 430_500 + 2 * (20 + 50 + 500)
+    gates = ng.attach_gates_(model, "linear")
+    assert {name: gates[name].size for name in gates} == {"bn1": 20, "bn2": 50, "bn3": 500}
+    x = torch.randn(8, 1, 28, 28)
+    assert (model.conv1(x).std((0, 2, 3)) - 1).abs().max() > 0.1
+    assert torch.allclose(model.bn1(model.conv1(x)).std((0, 2, 3)), torch.full((20,), 0.5), atol=1e-2)
+    plan = ng.plan(model.eval(), x)
+    assert plan.parameters_after == plan.parameters_before
+
+
 def test_resnet_164_has_the_papers_size():
     with torch.device("meta"):
         model = resnet164()

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from narrowgate.attach import KINDS as GATES
 from narrowgate.penalties import KINDS as PENALTIES
+from narrowgate.rivals.methods import METHODS
 from narrowgate.schedules import Constant, Exponential, LinearThenExponential, Stepped, paper
 from narrowgate.train.recipe import LrPart, ModelPart, PenaltyPart, Recipe, RecipeError, TrainPart
+from narrowgate.train.recipe.gating import RIVALS
 from narrowgate.train.recipe.parts import PARTS
 from narrowgate.train.recipe.reference import reference
 
@@ -54,14 +56,18 @@ def test_defaults_are_those_of_the_docs():
     assert dataclasses.astuple(recipe.lr) == ("step", (), 0.1, 0.0)
     assert dataclasses.astuple(recipe.train) == (60, 128, "32", 0, 0.0, 1, "auto", False, False)
     assert dataclasses.astuple(recipe.shrink) == ("end", 5, 0.05, "aligned", "exact", 1)
-    assert dataclasses.astuple(recipe.finish) == (None, 0, 0.001)
+    assert dataclasses.astuple(recipe.finish) == (None, 0.0, False, 0, 0.001)
+    assert (recipe.gates.inputs, recipe.gates.groups, recipe.gates.rescale) == ((), ("channels",), 1.0)
+    assert (recipe.penalty.weights, recipe.penalty.factors, recipe.penalty.accelerated) == ("equal", {}, False)
+    assert recipe.method.name == "as-written"
     assert dataclasses.astuple(recipe.checkpoint) == (1, 2, True)
     assert recipe.budget.target == "" and recipe.model.options == {}
 
 
 def test_choices_are_those_of_the_library():
     choices = {table + "." + spec.name: getattr(spec.metadata["kind"], "choices", ()) for table, spec in every_key()}
-    assert choices["gates.kind"] == (*GATES, "none") and choices["penalty.kind"] == PENALTIES
+    assert choices["gates.kind"] == (*GATES, *RIVALS, "none") and choices["penalty.kind"] == PENALTIES
+    assert choices["method.name"] == ("as-written", *METHODS)
 
 
 def test_resolved_toml_names_every_key_and_gives_the_recipe_again():
@@ -146,7 +152,7 @@ def test_errors_of_a_file_name_the_thing_and_the_remedy(text, words):
         ("train.compile=yes", 'train.compile = "yes": must be true or false'),
         ("train.compile=1", "train.compile = 1: must be true or false"),
         ("train.precision=bfloat16", '"bfloat16": must be "32" or "bf16"; did you mean "bf16"?'),
-        ("gates.kind=linea", 'must be "exponential", "linear", "hard-concrete" or "none"; did you mean "linear"?'),
+        ("gates.kind=linea", '"filter-l2" or "none"; did you mean "linear"?'),
         ("gates.init=off", 'gates.init = "off": must be a number or "none"'),
         ("gates.skip=conv1", 'gates.skip = "conv1": must be a list of texts, in brackets: ["conv1"]'),
         ("lr.drops=[30, 45.5]", "lr.drops = [30, 45.5]: must be a list of whole numbers, each 1 or more"),
@@ -301,7 +307,7 @@ def test_schedules_are_those_of_the_library():
     assert mobile.sigma_schedule() == Exponential(2.0, 0.99)
 
 
-SAME_NUMBERS = {"data.path", "data.workers", "checkpoint.every", "checkpoint.keep", "checkpoint.best"}
+SAME_NUMBERS = {"data.path", "data.workers", "method.name", "checkpoint.every", "checkpoint.keep", "checkpoint.best"}
 OTHER_VALUES = {
     "model.name": "resnet164",
     "model.options": "{ depth = 11 }",
@@ -310,7 +316,12 @@ OTHER_VALUES = {
     "gates.kind": "linear",
     "gates.placement": "after-norm",
     "gates.skip": "['conv1']",
+    "gates.inputs": "['fc2']",
+    "gates.groups": "['blocks']",
+    "method.name": "bounded-l1",
     "penalty.kind": "l2",
+    "penalty.weights": "parameters",
+    "penalty.factors": "{ conv1 = 2.0 }",
     "optimizer.kind": "adamw",
     "lr.schedule": "cosine",
     "lr.drops": "[1]",
@@ -321,7 +332,13 @@ OTHER_VALUES = {
     "shrink.constants": "drop",
     "budget.target": "params: 30%",
 }
-TOGETHER = {"data.size": ["data.source=folder"], "penalty.p": ["penalty.kind=bounded-lp", "penalty.p=0.25"]}
+TOGETHER = {
+    "data.size": ["data.source=folder"],
+    "method.name": ["penalty.kind=bounded-l1", "penalty.strength=3e-3"],
+    "gates.rescale": ["gates.kind=linear"],
+    "penalty.p": ["penalty.kind=bounded-lp", "penalty.p=0.25"],
+    "penalty.accelerated": ["gates.kind=scaling", "penalty.proximal=true"],
+}
 
 
 @pytest.mark.parametrize("key", [f"{table}.{spec.name}" for table, spec in every_key()])

@@ -2,22 +2,21 @@
 
 import re
 from collections import Counter
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
-import narrowgate as ng
 from narrowgate import models
 from narrowgate.schedules import paper
+from narrowgate.train.gating import attach
 from narrowgate.train.recipe import Recipe, RecipeError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 FILES = sorted(FOLDER.glob("*.toml"))
 NAMES = [path.stem for path in FILES]
 SHAPES = {"mnist": (1, 28, 28), "cifar100": (3, 32, 32), "folder": (3, 224, 224), "digits": (1, 8, 8)}
-OWN = ("digits-small", "ours-cifar100-mobilenetv2-budget")  # not of the paper
+OWN = ("digits-small", "ours-cifar100-mobilenetv2-budget", *(name for name in NAMES if name.startswith("rival-")))
 CLASSES = {"mnist": 10, "cifar100": 100, "folder": 1000, "digits": 10}
 
 
@@ -50,6 +49,7 @@ def test_there_is_one_for_each_row_of_the_paper():
         "imagenet-mobilenetv2": 5,
         "digits-small": 1,
         "ours-cifar100": 1,
+        "rival-mnist": 6,
     }
 
 
@@ -124,21 +124,16 @@ def test_networks_can_be_built_and_gated():
     seen = {}
     for recipe in map(Recipe.load, FILES):
         if recipe.gates.kind != "none":
-            options = tuple(recipe.model.options.items())
-            seen[recipe.model.name, options, recipe.gates.kind, recipe.gates.placement, recipe.gates.skip] = recipe
-    assert len(seen) == 5 * 2 + 3  # LeNet-5 and our own recipes have exponential gates only
+            seen[recipe.model.name, tuple(recipe.model.options.items()), str(recipe.gates)] = recipe
+    # Five networks with two kinds of gates, LeNet-5, our own two, and six rivals.
+    assert len(seen) == 5 * 2 + 3 + 6
     for recipe in seen.values():
         source, skip = recipe.data.source, recipe.gates.skip
         with torch.device("meta"):
             model = models.build(recipe.model.name, CLASSES[source], image_shape=SHAPES[source], **recipe.model.options)
         layers = [name for name, _ in model.named_modules()]
         assert all(pattern in layers for pattern in skip)
-        gates = ng.attach_gates_(
-            model.to_empty(device="cpu"),
-            recipe.gates.kind,
-            where=lambda name, _, skip=skip: not any(fnmatchcase(name, pattern) for pattern in skip),
-            **({} if recipe.gates.kind == "linear" else {"placement": recipe.gates.placement}),
-        )
+        gates = attach(recipe, model.to_empty(device="cpu"), torch.zeros(2, *SHAPES[source]))
         assert gates.count > 100 and not set(skip) & set(gates)
 
 

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+from engine_helpers import LENET, load_small, train, write_images
+from test_show import result
 from torch import nn
 
 import narrowgate as ng
 from narrowgate.models import LeNet5, ModelError
 from narrowgate.source import SourceError, open_source
+from narrowgate.train.finish import Result
 from narrowgate.train.recipe import Recipe
 
 RECIPE = '[model]\nname = "{name}"\n[data]\nsource = "{source}"\n[train]\nepochs = 1\n'
@@ -26,13 +29,10 @@ def small_lenet(folder):
     return small.eval()
 
 
-def run_folder(folder, source="mnist", result=None):
+def run_folder(folder, source="mnist"):
     folder.mkdir()
     (folder / "recipe.toml").write_text(Recipe.from_toml(RECIPE.format(name="lenet5", source=source)).to_toml())
-    small = small_lenet(folder / "small")
-    if result is not None:
-        (folder / "result.json").write_text(json.dumps(result))
-    return small
+    return small_lenet(folder / "small")
 
 
 def test_a_name_is_a_whole_network_for_its_usual_images():
@@ -72,8 +72,30 @@ def test_a_run_says_what_its_data_was_like_or_asks(tmp_path):
     with pytest.raises(SourceError, match=r"\(npz\): add --image-shape C,H,W"):
         open_source(str(tmp_path / "run"), classes=10)
     assert open_source(str(tmp_path / "run"), classes=10, image_shape=(1, 28, 28)).small is not None
-    (tmp_path / "run" / "result.json").write_text(json.dumps({"classes": 10, "image_shape": [1, 28, 28]}))
+    result(classes=10, image_shape=(1, 28, 28)).save(tmp_path / "run")
     assert open_source(str(tmp_path / "run")).image_shape == (1, 28, 28)
+
+
+def test_a_run_of_ones_own_data_needs_no_argument(tmp_path):
+    data = write_images(tmp_path / "28.npz", 28)
+    trained = train(LENET, tmp_path / "run", data, "train.epochs=1", "penalty.strength=0.5")
+    assert (trained.classes, trained.image_shape) == (4, (1, 28, 28)) and Result.load(tmp_path / "run") == trained
+    source = open_source(str(tmp_path / "run"))
+    assert source.network(source.example()).shape == (2, 4)
+    x = source.example()
+    assert torch.equal(source.network(x), load_small(tmp_path / "run")(x))
+
+
+def test_a_result_of_an_older_version_is_read_and_a_damaged_one_named(tmp_path):
+    result(classes=10, image_shape=(1, 28, 28)).save(tmp_path)
+    written = json.loads((tmp_path / "result.json").read_text())
+    old = {key: value for key, value in written.items() if key not in ("classes", "image_shape")}
+    (tmp_path / "result.json").write_text(json.dumps(old))
+    assert Result.load(tmp_path) == result(classes=None, image_shape=None)
+    for damage in (json.dumps(old)[:-9], "[]", json.dumps({**old, "image_shape": 3}), '{"pruned": 0.5}'):
+        (tmp_path / "result.json").write_text(damage)
+        with pytest.raises(ng.StorageError, match=r"result.json is damaged .*: delete it, and narrowgate train"):
+            Result.load(tmp_path)
 
 
 def test_a_run_that_is_not_finished_says_so(tmp_path):
@@ -115,8 +137,10 @@ def test_what_is_nothing_is_said_to_be_nothing(tmp_path):
         open_source("runs/first")
     with pytest.raises(SourceError, match=r"neither a run \(no recipe.toml\) nor a saved network"):
         open_source(str(tmp_path))
-    with pytest.raises(ModelError, match="no network 'lenet6'; did you mean lenet5"):
+    with pytest.raises(SourceError, match="no folder lenet6, and there is no network 'lenet6'; did you mean lenet5"):
         open_source("lenet6")
+    with pytest.raises(ModelError, match="lenet5 takes images of 1x28x28"):
+        open_source("lenet5", image_shape=(3, 32, 32))
 
 
 def test_zeroed_is_smaller_and_only_for_whole_networks(tmp_path):

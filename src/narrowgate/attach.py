@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.batched import forget_prepared_gates_, prepare_gates_together_
+from narrowgate.direct import forget_reader_, gate_for_reader_
 from narrowgate.gated import has_gate
-from narrowgate.gates import ExponentialGate, Gate, HardConcreteGate, LinearGate
+from narrowgate.gates import ExponentialGate, Gate, GroupGate, HardConcreteGate, LinearGate
 from narrowgate.gateset import Gates, gates_of
-from narrowgate.sites import Site, Where, check_sites, find_sites, layers_of
+from narrowgate.groups import NAMES, Family
+from narrowgate.listed import Listed, listed_groups
+from narrowgate.sites import Site, Where, check_families, check_sites, find_groups, find_sites, layers_of, reader_of
 from narrowgate.swap import can_merge, check_gate_fits, divide_by_gate_, gate_layer_, merge_layer_
 
 __all__ = ["KINDS", "PLACEMENTS", "Gates", "Where", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"]
@@ -26,6 +30,7 @@ def attach_gates_(
     model: nn.Module,
     kind: str = "exponential",
     *,
+    groups: str | Sequence[str] | Listed = "channels",
     where: Where | None = None,
     placement: str = "before-norm",
     inputs: Where | None = None,
@@ -34,11 +39,15 @@ def attach_gates_(
     init: float | None = None,
     keep_function: bool = False,
 ) -> Gates:
-    """Gate every convolution and linear layer but the last, in place, and return the gates.
+    """Gate every convolution and linear layer but the last, or other groups, in place, and return the gates.
 
     Args:
         kind: ``exponential`` (the paper's), ``linear`` (BatchNorm's own scale) or ``hard-concrete`` (L0).
-        where: ``(name, module) -> bool`` narrows the choice; for linear gates it sees the BatchNorms.
+        groups: what one number stands for: ``channels``, the ``neurons`` of MLPs, attention ``heads``, the branches of
+            residual ``blocks``, or several of these; or a mapping of names to lists of
+            ``(parameter name, axis, positions)``, each a group of your own.
+        where: ``(name, module) -> bool`` narrows the choice; for linear gates it sees the BatchNorms, for other groups
+            the layer that would hold the gate.
         placement: ``before-norm`` gates the layer; ``after-norm`` gates the BatchNorm registered directly behind it,
             scale and shift together, so that a closed channel is zero and not the constant beta. A layer without one
             is gated itself.
@@ -51,29 +60,74 @@ def attach_gates_(
     """
     _check_choices(kind, placement, where=where, inputs=inputs, blocks=blocks)
     if kind == "linear":
-        if inputs or blocks or placement == "after-norm" or keep_function or last:
+        if inputs or blocks or placement == "after-norm" or keep_function or last or groups != "channels":
             raise ValueError(
-                "linear gates are BatchNorm scales: inputs, blocks, placement, last and keep_function don't apply"
+                "linear gates are BatchNorm scales: groups, inputs, blocks, placement, last and keep_function don't "
+                "apply"
             )
         return _attach_linear_(model, where, init)
     make = ExponentialGate if kind == "exponential" else HardConcreteGate
     if init is not None and not make(1, init).final_value().item() > 0:
         raise ValueError(f"init={init!r} starts {kind} gates closed; a closed gate can't learn to open")
-    sites, skipped = find_sites(model, where, placement == "after-norm", inputs, blocks, last)
-    if not sites:
-        raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers_of(model)), skipped))
+    sites, families, skipped = _chosen(model, groups, where, placement == "after-norm", inputs, blocks, last)
     check_sites(sites, keep_function)
+    check_families(model, families, sites, kind, keep_function)
     gates: dict[str, Gate] = {}
     for site in sites:
         gate = make(site.size) if init is None else make(site.size, init)
-        gate.train(site.layer.training)
-        _like_weights_of(site, model, gate)
-        gate_layer_(site.layer, site.key, gate)
-        if keep_function:
-            divide_by_gate_(site.layer, gate)
+        _like_weights_of(site.layer, model, gate)
+        _put_(site.layer, site.key, gate, keep_function)
         gates[site.label] = gate
+    for family in families:
+        shared = make(len(family.names)) if init is None else make(len(family.names), init)
+        _put_family_(model, family, shared, keep_function)
+        gates[family.label] = shared
     prepare_gates_together_(model, {site.name: site.layer for site in sites})
     return Gates(kind, gates, skipped)
+
+
+def _chosen(
+    model: nn.Module,
+    groups: str | Sequence[str] | Listed,
+    where: Where | None,
+    after_norm: bool,
+    inputs: Where | None,
+    blocks: Where | None,
+    last: bool,
+) -> tuple[list[Site], list[Family], dict[str, str]]:
+    """The gates to make for single layers, those for families of groups, and why a layer was skipped."""
+    names = _group_names(groups)
+    sites: list[Site] = []
+    skipped: dict[str, str] = {}
+    if "channels" in names:
+        sites, skipped = find_sites(model, where, after_norm, inputs, blocks, last)
+    elif inputs is not None or blocks is not None:
+        sites, _ = find_sites(model, _never, after_norm, inputs or _never, blocks, last)
+    more, families, why_not = find_groups(model, names, where)
+    if isinstance(groups, Mapping):
+        families.append(listed_groups(model, groups))
+    sites, skipped = _together(sites, more, families, skipped | why_not)
+    if not sites and not families:
+        raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers_of(model)), skipped))
+    return sites, families, skipped
+
+
+def _put_family_(model: nn.Module, family: Family, shared: Gate, keep_function: bool) -> None:
+    _like_weights_of(family.parts[0].layer, model, shared)
+    shared.names = family.names
+    for part in family.parts:
+        view = GroupGate(family.label, shared, list(part.numbers), owns=part is family.parts[0])
+        _put_(part.layer, part.key, view.to(next(part.layer.parameters()).device), keep_function)
+        reader = reader_of(model, part.name)
+        if reader is not None:
+            gate_for_reader_(reader)
+
+
+def _put_(layer: nn.Module, key: str, gate: Gate, keep_function: bool) -> None:
+    gate.train(layer.training)
+    gate_layer_(layer, key, gate)
+    if keep_function:
+        divide_by_gate_(layer, gate)
 
 
 def merge_gates_(model: nn.Module) -> nn.Module:
@@ -90,6 +144,7 @@ def merge_gates_(model: nn.Module) -> nn.Module:
         merge_layer_(module)
     for module in model.modules():
         forget_prepared_gates_(module)
+        forget_reader_(module)
     return model
 
 
@@ -137,14 +192,45 @@ def _attach_linear_(model: nn.Module, where: Where | None, init: float | None) -
     return Gates("linear", gates, skipped)
 
 
+def _group_names(groups: str | Sequence[str] | Listed) -> tuple[str, ...]:
+    """The kinds of groups that were asked for by name; none for groups of the user's own."""
+    if isinstance(groups, Mapping):
+        return ()
+    names = (groups,) if isinstance(groups, str) else tuple(groups)
+    for name in names or ("",):
+        if name not in NAMES:
+            raise ValueError(
+                f"unknown groups {name!r}; choose from {', '.join(NAMES)}, or give a mapping of names to lists of "
+                "(parameter name, axis, positions)"
+            )
+    return names
+
+
+def _never(name: str, module: nn.Module) -> bool:
+    return False
+
+
+def _together(
+    sites: list[Site], more: list[Site], families: list[Family], skipped: dict[str, str]
+) -> tuple[list[Site], dict[str, str]]:
+    """Channels and neurons without those that another choice has: neurons are channels, a branch has one gate."""
+    taken = {(site.layer, site.key) for site in sites}
+    sites = [*sites, *(site for site in more if (site.layer, site.key) not in taken)]
+    ends = {part.layer for family in families if family.label == "blocks" for part in family.parts}
+    for site in sites:
+        if site.key == "gate" and site.layer in ends:
+            skipped = {**skipped, site.name: "it ends a residual branch, which has one gate"}
+    return [site for site in sites if site.key != "gate" or site.layer not in ends], skipped
+
+
 def _nothing_to_gate(model: nn.Module, what: str, found: int, skipped: dict[str, str]) -> str:
     reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
     rest = f" Left out: {reasons}." if reasons else ""
     return f"nothing to gate in {type(model).__name__}: it has {found} x {what} and none was chosen.{rest}"
 
 
-def _like_weights_of(site: Site, model: nn.Module, gate: Gate) -> None:
+def _like_weights_of(layer: nn.Module, model: nn.Module, gate: Gate) -> None:
     """Put a gate where its layer is; float64 for a float64 layer, float32 for every other."""
-    parameter = next(site.layer.parameters(), next(model.parameters(), None))
+    parameter = next(layer.parameters(), next(model.parameters(), None))
     if parameter is not None:
         gate.to(parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32)

@@ -1,51 +1,41 @@
 """The ``narrowgate`` command: parse, call the library, print."""
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
-import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from narrowgate.trouble import told_in_one_line
 
 if TYPE_CHECKING:
     import typer
 
-_INSTALL = {
-    "typer": 'pip install "narrowgate[cli]"',
-    "rich": 'pip install "narrowgate[cli]"',
-    "sklearn": 'pip install "narrowgate[cli]" scikit-learn',
-    "lightning": 'pip install "narrowgate[train]"',
-    "torchvision": 'pip install "narrowgate[train]"',
-    "timm": "pip install timm",
-    "onnx": 'pip install "narrowgate[export]"',
-    "onnxruntime": 'pip install "narrowgate[export]"',
-    "onnxscript": 'pip install "narrowgate[export]"',
-    "matplotlib": 'pip install "narrowgate[report]"',
-}
 _NEXT = (
     "New here? Type: narrowgate demo. To see what could go from a network: narrowgate inspect torchvision/resnet18. "
     "All options of a command: narrowgate train --help."
 )
 
+_STOPPED = dict.fromkeys(("train", "sweep"), "stopped; go on with the same command and --resume")
+
 
 def main() -> None:
-    """Run the command line; a missing optional package ends it with the command that installs it."""
-    try:
+    """Run the command line: status 0, 2 for what was typed wrong, 1 for what failed, 130 after Ctrl-C."""
+    with told_in_one_line():
         build_app()(prog_name="narrowgate")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _INSTALL:
-            raise
-        print(f"narrowgate: {package} is not installed. Install it with: {_INSTALL[package]}", file=sys.stderr)
-        sys.exit(1)
 
 
 def build_app() -> "typer.Typer":
     """The commands. They are made here, and import what they need when they run, so that ``--help`` stays quick."""
     import typer
+    from typer.core import TyperGroup
 
     from narrowgate.commands import add_commands
 
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, epilog=_NEXT)
+    class Commands(TyperGroup):
+        def invoke(self, ctx: Any) -> Any:
+            with told_in_one_line(lambda: _STOPPED.get(ctx.invoked_subcommand, "stopped")):
+                return super().invoke(ctx)
+
+    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, epilog=_NEXT)
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -114,24 +104,64 @@ def build_app() -> "typer.Typer":
         A run that was killed goes on with --resume.
         """
         from narrowgate.train.engine import run
-        from narrowgate.train.errors import EXPECTED
         from narrowgate.train.recipe import Recipe
 
-        try:
-            run(
-                Recipe.load(recipe, settings or ()),
-                out or Path("runs") / recipe.stem,
-                data_path=data or None,
-                resume=resume,
-                download=download,
-                accelerator=accelerator,
-                devices=devices,
-                num_nodes=num_nodes,
-            )
-        except EXPECTED as error:
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes that find the same, one says it
-                typer.echo(f"narrowgate: {error}", err=True)
-            raise typer.Exit(1) from None
+        run(
+            Recipe.load(recipe, settings or ()),
+            out or Path("runs") / recipe.stem,
+            data_path=data or None,
+            resume=resume,
+            download=download,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+        )
+
+    @app.command()
+    def sweep(
+        recipe: Annotated[Path, typer.Argument(help="The TOML file that all trials start from.")],
+        over: Annotated[
+            list[str],
+            typer.Option(
+                metavar="TABLE.KEY=A,B,C",
+                help="Values to try, or LOW..HIGH to draw from; can be given again. seed is short for train.seed.",
+            ),
+        ],
+        samples: Annotated[int, typer.Option(min=0, metavar="N", help="How many points to draw from ranges.")] = 0,
+        settings: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change the recipe; can be given again."),
+        ] = None,
+        data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
+        out: Annotated[
+            Path | None,
+            typer.Option(metavar="FOLDER", help="Where it goes.", show_default="runs/sweep- and the recipe's name"),
+        ] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep that was killed.")] = False,
+        download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data.")] = False,
+        workers: Annotated[
+            int, typer.Option(min=0, metavar="N", help="Trials at once, at most.", show_default="as many as fit")
+        ] = 0,
+        cpus_per_trial: Annotated[float, typer.Option(min=0.01, metavar="X", help="Cores for each trial.")] = 1.0,
+        gpus_per_trial: Annotated[
+            float | None,
+            typer.Option(min=0, metavar="X", help="GPUs for each, such as 0.5 or 2.", show_default="1 if there is one"),
+        ] = None,
+        address: Annotated[
+            str, typer.Option(metavar="HOST:PORT", help="A Ray cluster that runs already.", show_default="this machine")
+        ] = "",
+    ) -> None:
+        """Run a recipe over a grid of values, or over points drawn from ranges, many trials at once.
+
+        Each trial is an ordinary run in a folder of its own. At the end comes one page that compares them all.
+        """
+        from narrowgate.sweep import command
+
+        options = command.Options(data, resume, download, workers, cpus_per_trial, gpus_per_trial, address)
+        folder = out or Path("runs") / f"sweep-{recipe.stem}"
+        found = command.sweep(recipe, over, folder, samples=samples, settings=settings or (), options=options)
+        if any(outcome.result is None for outcome in found):
+            raise typer.Exit(1)
 
     @app.command()
     def record(
@@ -148,14 +178,8 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Keep a finished run as one small JSON file: recipe, course, architecture, accuracies."""
         from narrowgate.reproduce import command
-        from narrowgate.reproduce.record import RecordError
-        from narrowgate.train.errors import EXPECTED
 
-        try:
-            typer.echo(command.record(run, out, recipe, curve, data or None, device))
-        except (RecordError, *EXPECTED) as error:
-            typer.echo(f"narrowgate: {error}", err=True)
-            raise typer.Exit(1) from None
+        typer.echo(command.record(run, out, recipe, curve, data or None, device))
 
     @app.command()
     def reproduce(
@@ -172,13 +196,8 @@ def build_app() -> "typer.Typer":
         It reads result files and trains nothing; a row without a run says so.
         """
         from narrowgate.reproduce import command
-        from narrowgate.reproduce.record import RecordError
 
-        try:
-            command.reproduce(what, results, out, write)
-        except (RecordError, OSError) as error:
-            typer.echo(f"narrowgate: {error}", err=True)
-            raise typer.Exit(1) from None
+        command.reproduce(what, results, out, write)
 
     @app.command()
     def report(
@@ -191,14 +210,9 @@ def build_app() -> "typer.Typer":
 
         The page is one HTML file that needs no network: open it in a browser, or send it to somebody.
         """
-        from narrowgate.report import ReportError, write_report
-        from narrowgate.train.recipe import RecipeError
+        from narrowgate.report import write_report
 
-        try:
-            written = write_report(runs, out)
-        except (ReportError, RecipeError, OSError) as error:
-            typer.echo(f"narrowgate: {error}", err=True)
-            raise typer.Exit(1) from None
+        written = write_report(runs, out)
         typer.echo(f"{written}: {written.stat().st_size / 1000:,.0f} kB, open it in a browser")
 
     add_commands(app)

@@ -1,8 +1,6 @@
 """The commands that look at one network: inspect, measure, export."""
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +9,8 @@ if TYPE_CHECKING:
 
 _WHAT = "A run's folder, a saved network's folder, or a name: lenet5, torchvision/resnet50, timm/NAME, module:function."
 _MODEL = "For a saved network: what it was at full size, a name as above."
+# As narrowgate.models has them; written here again because a shell asks at each press of TAB, and torch takes a second.
+NAMES = ("lenet5", "resnet164", "resnet", "densenet40", "mobilenetv2", "torchvision/", "timm/")
 _CLASSES = "Outputs of the network, where neither folder nor name tells."
 _SHAPE = "Channels, height and width of its images, likewise."
 
@@ -19,8 +19,8 @@ def add_commands(app: "typer.Typer") -> None:
     """Add the commands to the application; what is heavy is imported when one runs."""
     import typer
 
-    What = Annotated[str, typer.Argument(help=_WHAT, show_default=False)]
-    Model = Annotated[str, typer.Option(metavar="NAME", help=_MODEL, show_default=False)]
+    What = Annotated[str, typer.Argument(help=_WHAT, show_default=False, autocompletion=_names)]
+    Model = Annotated[str, typer.Option(metavar="NAME", help=_MODEL, show_default=False, autocompletion=_names)]
     Classes = Annotated[int | None, typer.Option(min=1, metavar="N", help=_CLASSES)]
     ImageShape = Annotated[str, typer.Option(metavar="C,H,W", help=_SHAPE, show_default=False)]
 
@@ -32,15 +32,14 @@ def add_commands(app: "typer.Typer") -> None:
         image_shape: ImageShape = "",
     ) -> None:
         """Show what of a network would be gated, what is coupled, what is a wall, and what it costs."""
-        with _expected_errors():
-            from rich.console import Console
+        from rich.console import Console
 
-            from narrowgate.inspect_model import inspect_model
-            from narrowgate.printing import print_inspection
+        from narrowgate.inspect_model import inspect_model
+        from narrowgate.printing import print_inspection
 
-            source = _open(what, model, classes, image_shape)
-            found = inspect_model(source.network, source.example(), made_by=source.plan)
-            print_inspection(found, Console())
+        source = _open(what, model, classes, image_shape)
+        found = inspect_model(source.network, source.example(), made_by=source.plan)
+        print_inspection(found, Console())
 
     @app.command()
     def measure(
@@ -76,40 +75,41 @@ def add_commands(app: "typer.Typer") -> None:
 
         Compiling takes up to a minute for each network and batch size: leave it out with --modes eager,onnx,graph.
         """
+        from rich.console import Console
+
+        from narrowgate.atomic import replace_file
+        from narrowgate.measure.latency import ChoiceError, latency
+        from narrowgate.printing import print_latency
+
         sizes = _numbers(batches, "--batches")
-        with _expected_errors():
-            from rich.console import Console
-
-            from narrowgate.atomic import replace_file
-            from narrowgate.measure.latency import ChoiceError, latency
-            from narrowgate.printing import print_latency
-
-            source = _open(what, model, classes, image_shape)
-            if zero is not None:
-                source = source.zeroed(zero, layout=layout, round_to=round_to)
-            if source.small is None:
-                raise typer.BadParameter(
-                    f"{what} is a whole network: add --zero 0.5 to time it against a copy that lacks half of each "
-                    "layer's channels, or give the folder of a run",
-                    param_hint="what",
-                )
-            try:
-                result = latency(
-                    source.full,
-                    source.small,
-                    source.example(),
-                    devices=_words(devices),
-                    modes=_words(modes) or None,
-                    batches=sizes,
-                    precision=precision,
-                    rounds=rounds,
-                    seconds=seconds,
-                )
-            except ChoiceError as error:
-                raise typer.BadParameter(str(error)) from None
-            print_latency(result, Console())
-            if json is not None:
-                replace_file(json, result.to_json().encode())
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+        source = _open(what, model, classes, image_shape)
+        if zero is not None:
+            source = source.zeroed(zero, layout=layout, round_to=round_to)
+        if source.small is None:
+            raise typer.BadParameter(
+                f"{what} is a whole network: add --zero 0.5 to time it against a copy that lacks half of each "
+                "layer's channels, or give the folder of a run",
+                param_hint="what",
+            )
+        try:
+            result = latency(
+                source.full,
+                source.small,
+                source.example(),
+                devices=_words(devices),
+                modes=_words(modes) or None,
+                batches=sizes,
+                precision=precision,
+                rounds=rounds,
+                seconds=seconds,
+            )
+        except ChoiceError as error:
+            raise typer.BadParameter(str(error)) from None
+        print_latency(result, Console())
+        if json is not None:
+            replace_file(json, result.to_json().encode())
 
     @app.command()
     def export(
@@ -129,11 +129,15 @@ def add_commands(app: "typer.Typer") -> None:
             raise typer.BadParameter(
                 f"{out} does not end in .onnx or .pt2: add --format onnx or torch", param_hint="--out"
             )
-        with _expected_errors():
-            from narrowgate.export import export as write
+        from narrowgate.export import export as write
 
-            source = _open(what, model, classes, image_shape)
-            typer.echo(str(write(source.network, source.example(), out, format=chosen)))
+        source = _open(what, model, classes, image_shape)
+        typer.echo(str(write(source.network, source.example(), out, format=chosen)))
+
+
+def _names(incomplete: str) -> list[str]:
+    """For the shell: networks whose names begin like this; none makes it offer files and folders."""
+    return [name for name in NAMES if name.startswith(incomplete)]
 
 
 def _open(what: str, model: str, classes: int | None, image_shape: str) -> Any:
@@ -156,29 +160,3 @@ def _numbers(text: str, option: str, count: int | None = None) -> tuple[int, ...
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-@contextmanager
-def _expected_errors() -> Iterator[None]:
-    """Errors that are the user's to mend end the command with status 1 and one line."""
-    import typer
-
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, _expected()):
-            raise
-        typer.echo(f"narrowgate: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _expected() -> tuple[type[Exception], ...]:
-    from narrowgate.export import ExportError
-    from narrowgate.flow import CollapseError, PlanError, ReplayError, TraceError
-    from narrowgate.models import ModelError
-    from narrowgate.source import SourceError
-    from narrowgate.train.recipe import RecipeError
-    from narrowgate.weights import StorageError
-
-    of_network = (ModelError, TraceError, CollapseError, PlanError, ReplayError)
-    return *of_network, SourceError, StorageError, RecipeError, ExportError, OSError

@@ -60,6 +60,7 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
     # The suffix stays last: torch.export warns about files of another name.
     new = target.with_name(f".{uuid.uuid4().hex[:8]}.new{SUFFIXES[format]}")
     try:
+        _begin(new, target)
         write(model, inputs, new)
         try:
             proof = verify(model, _File(open_(new)), inputs)
@@ -70,6 +71,14 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
     finally:
         new.unlink(missing_ok=True)
     return Exported(str(target), format, size, (len(inputs), 2 * len(inputs) + 1), proof)
+
+
+def _begin(new: Path, target: Path) -> None:
+    """Fail now where no file can be written, not after a minute of tracing and in PyTorch's words."""
+    try:
+        new.touch()
+    except OSError as error:
+        raise ExportError(f"can't write {target}: {error.strerror}; choose another --out") from error
 
 
 def write_torch(model: nn.Module, example: Tensor, path: str | Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgate.gates import Gate
 
@@ -130,6 +131,40 @@ class GatedLinear(GatedLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, *self.effective())
+
+
+class GatedOutProjection(GatedLayer, NonDynamicallyQuantizableLinear):
+    """The output layer of nn.MultiheadAttention, which reads its weight and seldom calls it (see ``direct.py``)."""
+
+    plain_class = NonDynamicallyQuantizableLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.effective())
+
+
+class GatedLayerNorm(GatedLayer, nn.LayerNorm):
+    """Scale and shift are gated together, for a norm that ends a residual branch."""
+
+    plain_class = nn.LayerNorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, *self.effective(), self.eps)
+
+
+class GatedTransposedLinear(GatedLayer):
+    """Mixin for linear layers whose weight is (in, out), as GPT-2's is; ``transposed`` tells the remover."""
+
+    transposed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.effective()
+        return F.linear(x, weight.t(), bias)
+
+    def _scale_outputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor
+
+    def _scale_inputs(self, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor[:, None]
 
 
 class _GatedBatchNorm(GatedLayer):

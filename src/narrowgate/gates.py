@@ -62,6 +62,8 @@ class Gate(nn.Module):
 
     kind: str = ""
     g: Tensor
+    names: tuple[str, ...] = ()
+    """What each number is called, where it is a group's and not a channel's."""
 
     def value(self) -> Tensor:
         raise NotImplementedError
@@ -182,6 +184,38 @@ class LinearGate(Gate):
     @torch.no_grad()
     def open_least_closed_(self) -> int:
         return _lift_(self.g, 1e-3)
+
+
+class GroupGate(Gate):
+    """One layer's view of a gate whose numbers serve groups of rows or columns, here and in other layers.
+
+    ``g`` says which number each row or column is multiplied by; it is a buffer, and is cut with the layer. ``shared``
+    is the gate itself: a submodule of the first view, known to all.
+    """
+
+    def __init__(self, label: str, shared: Gate, numbers: list[int], *, owns: bool) -> None:
+        super().__init__()
+        self.label = label
+        if owns:
+            self.shared = shared
+        else:
+            self.__dict__["shared"] = shared
+        self.register_buffer("g", torch.tensor(numbers, device=shared.g.device))
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.shared.kind
+
+    def value(self) -> Tensor:
+        return self._spread(self.shared.value())
+
+    def final_value(self) -> Tensor:
+        return self._spread(self.shared.final_value())
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """A factor for each row or column: its group's, and 1 for one that is in no group (number -1)."""
+        values = values.to(self.g.device)
+        return torch.cat([values, values.new_ones(1)])[self.g]
 
 
 def _lift_(g: Tensor, value: float) -> int:

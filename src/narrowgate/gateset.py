@@ -1,4 +1,4 @@
-"""``Gates``: the gates of a model, by the name of the layer they sit on."""
+"""``Gates``: the gates of a model, by the name of the layer they sit on, or of the groups they serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.batched import nan_message
-from narrowgate.gates import Gate
+from narrowgate.gates import Gate, GroupGate
 
 
 class Gates:
@@ -21,7 +21,7 @@ class Gates:
 
     @property
     def names(self) -> list[str]:
-        """Where the gates are; an input gate is named ``layer.inputs``."""
+        """Where the gates are; an input gate is named ``layer.inputs``, one for heads ``layer.heads``."""
         return list(self._gates)
 
     @property
@@ -106,7 +106,9 @@ def gates_of(model: nn.Module) -> Gates:
     for name, module in model.named_modules():
         for key, suffix in (("gate_in", ".inputs"), ("gate", "")):
             gate = module._modules.get(key)
-            if isinstance(gate, Gate):
+            if isinstance(gate, GroupGate):
+                gates.setdefault(gate.label, gate.shared)
+            elif isinstance(gate, Gate):
                 gates[name + suffix] = gate
     if not gates:
         raise ValueError("this model has no gates; call attach_gates_ first")

@@ -1,6 +1,7 @@
 """The penalties' mathematics as pure functions: bounded-lp (Mummadi et al., section 3), l1 and l2.
 
-Each returns the sum over all elements. Half-precision inputs are summed in float32. The subgradient at 0 is 0.
+Each returns the sum over all elements, each times its ``weight``. Half-precision inputs are summed in float32. The
+subgradient at 0 is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 SATURATED_EXPONENT = 1000.0
 
 
-def bounded_lp(x: Tensor, p: float = 1.0, sigma: float | Tensor = 1.0) -> Tensor:
+def bounded_lp(x: Tensor, p: float = 1.0, sigma: float | Tensor = 1.0, weight: float | Tensor = 1.0) -> Tensor:
     """Sum of ``1 - exp(-(|x| / sigma)^p)``: between the p-norm (small x) and the count of non-zeros (small sigma)."""
     check_positive("p", p)
     check_positive("sigma", sigma)
@@ -25,17 +26,17 @@ def bounded_lp(x: Tensor, p: float = 1.0, sigma: float | Tensor = 1.0) -> Tensor
     # At 0 (for p < 1) and in saturation the chain rule would give 0 * inf; the detour through 1.0 makes that 0.
     ratio = torch.where(ordinary, x, torch.ones_like(x)).abs() / sigma
     term = -torch.expm1(-ratio.pow(p))
-    return torch.where(ordinary, term, saturated.to(x.dtype)).sum()
+    return (weight * torch.where(ordinary, term, saturated.to(x.dtype))).sum()
 
 
-def l1(x: Tensor) -> Tensor:
+def l1(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
     """Sum of ``|x|``."""
-    return at_least_float32(x).abs().sum()
+    return (weight * at_least_float32(x).abs()).sum()
 
 
-def l2(x: Tensor) -> Tensor:
+def l2(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
     """Sum of ``x^2`` (the squared l2 norm, as in Lemma 1; half of it is what weight decay minimises)."""
-    return at_least_float32(x).square().sum()
+    return (weight * at_least_float32(x).square()).sum()
 
 
 def check_positive(name: str, value: float | Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -20,7 +21,8 @@ class Penalty:
 
     ``l1`` is ``sum |g| / sigma``, ``l2`` is ``sum g^2 / 2`` (so that strength is a weight decay), ``bounded-l1`` and
     ``bounded-lp`` are ``sum 1 - exp(-(|g| / sigma)^p)``, ``l0`` is the expected number of open hard-concrete gates.
-    ``strength`` and ``sigma`` are numbers or schedules; ``set_epoch`` moves the schedules on.
+    ``strength`` and ``sigma`` are numbers or schedules; ``set_epoch`` moves the schedules on. ``weights`` are factors
+    by the gates' names, for layers whose channels cost more than others'; those not named have 1.
     """
 
     def __init__(
@@ -30,15 +32,18 @@ class Penalty:
         strength: float | Schedule,
         sigma: float | Schedule = 1.0,
         p: float | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self.gates = gates
         self.kind = kind
         self.p = _check_kind(kind, p, gates)
+        self.weights = _check_weights(weights or {}, gates)
         self._strength_schedule = as_schedule("strength", strength)
         self._sigma_schedule = as_schedule("sigma", sigma)
         # On the gates' device and changed in place, so that a captured CUDA graph sees a new epoch's values.
         self._strength_tensor: Tensor | None = None
         self._sigma_tensor: Tensor | None = None
+        self._weight_tensor: Tensor | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,14 +85,15 @@ class Penalty:
         """The penalty as a scalar to add to the loss."""
         g = self._expected_open() if self.kind == "l0" else self.gates.flat()
         strength, sigma = self._scalars(g)
+        weight = self._weight_of_each(g)
         if self.kind == "l0":
-            norm = g.sum()
+            norm = (weight * g).sum()
         elif self.kind == "l1":
-            norm = norms.l1(g) / sigma
+            norm = norms.l1(g, weight) / sigma
         elif self.kind == "l2":
-            norm = norms.l2(g) / 2
+            norm = norms.l2(g, weight) / 2
         else:
-            norm = norms.bounded_lp(g, self.p, sigma)
+            norm = norms.bounded_lp(g, self.p, sigma, weight)
         return (strength * norm).to(norms.at_least_float32(g).dtype)
 
     @torch.no_grad()
@@ -97,17 +103,22 @@ class Penalty:
         Call it after ``optimizer.step()`` and leave ``penalty()`` out of the loss. Under momentum m a penalty in the
         loss moves a gate by ``lr * strength / (1 - m)`` a step; pass ``lr / (1 - m)`` to shrink at that speed.
         """
+        self.gates.assign_(self.shrunk(self.gates.flat(), lr))
+
+    @torch.no_grad()
+    def shrunk(self, flat: Tensor, lr: float | Tensor) -> Tensor:
+        """What one proximal step of size ``lr`` makes of gate parameters in the order of ``gates.flat()``."""
         norms.check_not_negative("lr", lr)
         if self.kind == "l0":
             raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
-        flat = self.gates.flat()
         strength, sigma = self._scalars(flat)
         g = flat.to(strength.dtype)
+        step = lr * strength * self._weight_of_each(g)
         if self.kind == "l2":
-            new = g / (1 + lr * strength)
+            new = g / (1 + step)
         else:
-            new = torch.sign(g) * (g.abs() - lr * strength * self._slope(g.abs(), sigma)).clamp(min=0)
-        self.gates.assign_(new.to(flat.dtype))
+            new = torch.sign(g) * (g.abs() - step * self._slope(g.abs(), sigma)).clamp(min=0)
+        return new.to(flat.dtype)
 
     def _slope(self, size: Tensor, sigma: Tensor) -> Tensor:
         """The norm's derivative at ``size`` > 0.
@@ -129,6 +140,24 @@ class Penalty:
         gates = [cast(HardConcreteGate, gate) for gate in self.gates.modules()]
         return torch.cat([gate.expected_l0().to(gates[0].g.device) for gate in gates])
 
+    def _sizes(self) -> list[int]:
+        return [gate.size for gate in self.gates.modules()]
+
+    def _weight_of_each(self, like: Tensor) -> Tensor | float:
+        """The weight of each single gate; made anew when gates were cut."""
+        if not self.weights:
+            return 1.0
+        kept = self._weight_tensor
+        if kept is None or kept.device != like.device or len(kept) != len(like):
+            each = [
+                self.weights.get(name, 1.0)
+                for name, size in zip(self.gates, self._sizes(), strict=True)
+                for _ in range(size)
+            ]
+            with torch.inference_mode(False):
+                self._weight_tensor = kept = torch.tensor(each, dtype=like.dtype, device=like.device)
+        return kept
+
     def _scalars(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._strength_tensor is None or self._sigma_tensor is None or self._strength_tensor.device != like.device:
             dtype = torch.float32 if like.device.type == "mps" else torch.float64
@@ -141,6 +170,14 @@ class Penalty:
         sigma = "" if self.kind in ("l2", "l0") else f", sigma={self.sigma:g}"
         p = f", p={self.p:g}" if self.kind == "bounded-lp" else ""
         return f"Penalty({self.kind!r}, strength={self.strength:g}{sigma}{p}, gates={self.gates.count})"
+
+
+def _check_weights(weights: Mapping[str, float], gates: Gates) -> dict[str, float]:
+    for name, weight in weights.items():
+        if name not in gates.names:
+            raise ValueError(f"a weight for {name!r}, where no gate is; gates are on {', '.join(gates)}")
+        norms.check_not_negative(f"the weight of {name!r}", weight)
+    return dict(weights)
 
 
 def _check_kind(kind: str, p: float | None, gates: Gates) -> float:

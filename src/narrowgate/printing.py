@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from narrowgate.flow.plan import walls_by_kind
 from narrowgate.inspect_model import InspectedLayer, Inspection
 from narrowgate.measure.advice import advice
 from narrowgate.measure.tables import share, short
@@ -125,9 +126,7 @@ def _print_groups(result: Inspection, console: Console) -> None:
 
 
 def _print_walls(result: Inspection, console: Console) -> None:
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for wall in result.walls:
-        kinds.setdefault((wall.op, wall.why), []).append(wall.layer)
+    kinds = walls_by_kind(result.walls)
     console.print("\n[bold]Walls[/], where channels stay at full width" + ("" if kinds else ": none"))
     for (op, why), layers in kinds.items():
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""

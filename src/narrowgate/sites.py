@@ -12,9 +12,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from narrowgate.swap import check_gate_fits, has_lazy_weights, in_channels, out_channels
+from narrowgate.gates import GroupGate
+from narrowgate.groups import Family, blocks_of, branch_ends_of, heads_of, last_of, neurons_of
+from narrowgate.swap import (
+    check_gate_fits,
+    full_name,
+    has_gated_class,
+    has_lazy_weights,
+    in_channels,
+    out_channels,
+)
 
 Where = Callable[[str, nn.Module], bool]
+_BY_ATTENTION = "nn.MultiheadAttention uses its weight directly"
+_REMEDIES = {
+    "neurons": "none of a known kind was chosen; name the layers that make them with groups='channels' and where=",
+    "heads": "none of a known kind was chosen; list them as groups={name: [(parameter name, axis, positions), ...]}",
+    "blocks": "none of a known kind was chosen; name the layers in which branches end with blocks=",
+}
+_TORCHVISIONS_SWIN = "torchvision.models.swin_transformer.ShiftedWindowAttention"
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,70 @@ def find_sites(
     return sites, skipped
 
 
+def find_groups(
+    model: nn.Module, names: tuple[str, ...], where: Where | None
+) -> tuple[list[Site], list[Family], dict[str, str]]:
+    """The gates to make for neurons, and the families of heads and blocks; why a layer was skipped."""
+    skipped: dict[str, str] = {}
+    refused = _refusals(model)
+
+    def chosen(name: str, layer: nn.Module) -> bool:
+        if where is not None and not where(name, layer):
+            return False
+        why = refused.get(name, "")
+        if why == _BY_ATTENTION and reader_of(model, name) is not None:
+            why = ""
+        elif not why and not has_gated_class(layer):
+            why = f"a gate can't go into the weight of a {type(layer).__name__}"
+        if why:
+            skipped[name] = why
+        return not why
+
+    neurons = dict(neurons_of(model)) if "neurons" in names else {}
+    sites = [Site(name, layer, "gate", out_channels(layer)) for name, layer in neurons.items() if chosen(name, layer)]
+    found_heads = heads_of(model) if "heads" in names else ()
+    heads = [family for family in found_heads if chosen(family.parts[0].name, family.parts[0].layer)]
+    ends = [end for end in branch_ends_of(model) if chosen(*end)] if "blocks" in names else []
+    for kind, found in (("neurons", sites), ("heads", heads), ("blocks", ends)):
+        if kind in names and not found:
+            reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+            rest = f" Left out: {reasons}." if reasons else ""
+            raise ValueError(f"no {kind} to gate in {type(model).__name__}: {_REMEDIES[kind]}.{rest}")
+    return sites, [*heads, *([blocks_of(ends)] if ends else [])], skipped
+
+
+def reader_of(model: nn.Module, name: str) -> nn.MultiheadAttention | None:
+    """The attention that reads the weight of this layer instead of calling it, if gates can serve that."""
+    parent, _, key = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if key != "out_proj" or not isinstance(module, nn.MultiheadAttention):
+        return None
+    return module if type(module).forward is nn.MultiheadAttention.forward else None
+
+
+def check_families(model: nn.Module, families: list[Family], sites: list[Site], kind: str, keep_function: bool) -> None:
+    """Raise if a family's gate can't go where it should, before anything is touched."""
+    seen = {(site.layer, site.key) for site in sites}
+    refused = _refusals(model) if families else {}
+    labels = {module.label for module in model.modules() if isinstance(module, GroupGate)}
+    for family in families:
+        if family.label in labels:
+            raise ValueError(f"this model has gates called {family.label!r} already; choose all of them in one call")
+        for part in family.parts:
+            if part.name in refused and reader_of(model, part.name) is None:
+                raise ValueError(f"layer {part.name!r} can't have a gate: {refused[part.name]}")
+            if (part.layer, part.key) in seen:
+                raise ValueError(f"layer {part.name!r} was chosen for two gates; leave it out with where=")
+            seen.add((part.layer, part.key))
+            check_gate_fits(part.name, part.layer, part.key, keep_function)
+        uses = Counter(number for part in family.parts for number in set(part.numbers) - {-1})
+        if kind == "hard-concrete" and (several := [number for number, count in uses.items() if count > 1]):
+            raise ValueError(
+                f"group {family.names[several[0]]!r} has parts in several places, each of which would draw a "
+                "hard-concrete gate of its own; use kind='exponential'"
+            )
+
+
 def check_sites(sites: list[Site], keep_function: bool) -> None:
     """Raise if a gate can't go where it should, before anything is touched."""
     seen: set[tuple[nn.Module, str]] = set()
@@ -88,7 +168,10 @@ def _refusals(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, nn.MultiheadAttention):
-            refused[prefix + "out_proj"] = "nn.MultiheadAttention uses its weight directly"
+            refused[prefix + "out_proj"] = _BY_ATTENTION
+        if full_name(type(module)) == _TORCHVISIONS_SWIN:
+            for key in ("qkv", "proj"):
+                refused[prefix + key] = f"{type(module).__name__} hands its weight to a function"
         if isinstance(module, nn.TransformerEncoderLayer):
             for key in ("linear1", "linear2"):
                 refused[prefix + key] = "nn.TransformerEncoderLayer's fast path uses its weight directly"
@@ -135,12 +218,7 @@ def _block_sites(model: nn.Module, blocks: Where, refused: dict[str, str]) -> li
     for name, module in model.named_modules():
         if not name or not blocks(name, module):
             continue
-        # What a plain nn.Sequential returns is what its last child returns, and a layer's gate can be merged.
-        while type(module).forward is nn.Sequential.forward and len(module._modules):
-            last, child = list(module._modules.items())[-1]
-            if child is None:
-                break
-            name, module = f"{name}.{last}", child
+        name, module = last_of(name, module)  # a layer's gate can be merged
         if uses[module] > 1:
             raise ValueError(f"block {name!r} is used in several places, and a gate would act on all of them")
         if name in refused:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ from narrowgate.flow.surgery import compact
 from narrowgate.measure.zeroed import zero_channels_
 from narrowgate.models.registry import ModelError, Shape, build, names
 from narrowgate.storage import META, PLAN, load
+from narrowgate.train.run_folder import RECIPE, RESULT, SMALL
 
-_RECIPE, _SMALL, _RESULT = "recipe.toml", "small", "result.json"
 _KNOWN_DATA: dict[str, tuple[int, Shape]] = {
     "mnist": (10, (1, 28, 28)),
     "cifar10": (10, (3, 32, 32)),
@@ -72,9 +72,9 @@ def open_source(what: str, *, model: str = "", classes: int | None = None, image
         image_shape: channels, height and width, in the same way; 3x224x224 for torchvision's, their own for timm's.
     """
     path = Path(what)
-    if path.name == _SMALL and (path.parent / _RECIPE).is_file() and not model:
+    if path.name == SMALL and (path.parent / RECIPE).is_file() and not model:
         path = path.parent
-    if (path / _RECIPE).is_file():
+    if (path / RECIPE).is_file():
         return _of_run(path, classes, image_shape)
     saved = surviving_folder(path.resolve())
     if saved is not None and (saved / META).is_file():
@@ -85,36 +85,35 @@ def open_source(what: str, *, model: str = "", classes: int | None = None, image
             )
         return _of_folder(path, model, classes, image_shape)
     if path.is_dir():
-        raise SourceError(f"{path} is neither a run (no {_RECIPE}) nor a saved network (no {META})")
+        raise SourceError(
+            f"{path} is neither a run (no {RECIPE}) nor a saved network (no {META}): "
+            "give a folder that narrowgate train or narrowgate.save wrote"
+        )
     return _of_name(what, classes, image_shape)
 
 
 def _of_run(folder: Path, classes: int | None, image_shape: Shape | None) -> Source:
+    from narrowgate.train.finish import Result
     from narrowgate.train.recipe import Recipe
 
-    recipe = Recipe.load(folder / _RECIPE)
-    if not (folder / _SMALL / META).is_file():
+    recipe = Recipe.load(folder / RECIPE)
+    if not (folder / SMALL / META).is_file():
         raise SourceError(f"{folder} has no small network yet; finish the run with narrowgate train ... --resume")
-    result = folder / _RESULT
-    written = json.loads(result.read_text()) if result.is_file() else {}
+    written = Result.load(folder) if (folder / RESULT).is_file() else None
     known: tuple[int | None, Shape | None] = _KNOWN_DATA.get(recipe.data.source, (None, None))
     if recipe.data.source == "folder":
         side = recipe.data.size or 224
         known = (None, (3, side, side))
-    classes = classes or written.get("classes") or known[0]
-    image_shape = image_shape or written.get("image_shape") or known[1]
-    if classes is None or image_shape is None:
+    if written is not None:  # a run of an older version did not write them down
+        known = (written.classes or known[0], written.image_shape or known[1])
+    classes, shape = classes or known[0], image_shape or known[1]
+    if classes is None or shape is None:
         missing = " and ".join(
-            option for option, value in (("--classes N", classes), ("--image-shape C,H,W", image_shape)) if not value
+            option for option, value in (("--classes N", classes), ("--image-shape C,H,W", shape)) if not value
         )
         raise SourceError(f"{folder} does not say what its data was like ({recipe.data.source}): add {missing}")
-    shape: Shape = tuple(image_shape)
-    number = classes
-
-    def builder() -> nn.Module:
-        return build(recipe.model.name, number, image_shape=shape, **recipe.model.options)
-
-    return _with_small(str(folder), builder, folder / _SMALL, shape)
+    builder = partial(build, recipe.model.name, classes, image_shape=shape, **recipe.model.options)
+    return _with_small(str(folder), builder, folder / SMALL, shape)
 
 
 def _of_folder(folder: Path, model: str, classes: int | None, image_shape: Shape | None) -> Source:
@@ -133,7 +132,12 @@ def _of_name(name: str, classes: int | None, image_shape: Shape | None) -> Sourc
     if "/" in name and ":" not in name and library not in ("torchvision", "timm"):
         raise SourceError(f"there is no folder {name}, and networks are called {', '.join(names())}")
     builder, shape = _builder(name, classes, image_shape)
-    return Source(name, _fresh(builder), None, None, shape)
+    try:
+        return Source(name, _fresh(builder), None, None, shape)
+    except ModelError as error:
+        if "/" in name or ":" in name or name in names():
+            raise
+        raise SourceError(f"there is no folder {name}, and {error}") from error
 
 
 def _fresh(builder: Callable[[], nn.Module]) -> nn.Module:

@@ -28,11 +28,15 @@ _SWAPS: dict[type[nn.Module], type[GatedLayer]] = {
         gated.GatedConvTranspose2d,
         gated.GatedConvTranspose3d,
         gated.GatedLinear,
+        gated.GatedOutProjection,
+        gated.GatedLayerNorm,
         gated.GatedBatchNorm1d,
         gated.GatedBatchNorm2d,
         gated.GatedBatchNorm3d,
     )
 }
+
+_CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def check_gate_fits(name: str, layer: nn.Module, key: str, keep_function: bool = False) -> None:
@@ -47,7 +51,7 @@ def check_gate_fits(name: str, layer: nn.Module, key: str, keep_function: bool =
             f"layer {name!r} is a {type(layer).__name__}, gated at its output: keep_function can't serve it"
         )
     if key == "gate_in":
-        if swapped is None or isinstance(layer, _BatchNorm):
+        if swapped is None or isinstance(layer, (_BatchNorm, nn.LayerNorm)):
             raise ValueError(
                 f"layer {name!r} is a {type(layer).__name__}: input gates serve plain convolutions and nn.Linear only"
             )
@@ -80,7 +84,23 @@ def _gated_class(layer: nn.Module) -> type[GatedLayer] | None:
         return type(layer)
     if "forward" in layer.__dict__ or not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return None  # a forward put on the instance, or a weight made anew for every call (weight_norm, prune)
-    return _SWAPS.get(type(layer))
+    return _gated_conv1d() if full_name(type(layer)) == _CONV1D else _SWAPS.get(type(layer))
+
+
+def _gated_conv1d() -> type[GatedLayer]:
+    from narrowgate.gated_conv1d import GatedConv1D
+
+    return GatedConv1D
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is GPT-2's Conv1D, gated or not; transformers need not be there to ask."""
+    return any(full_name(cls) == _CONV1D for cls in type(layer).__mro__)
+
+
+def full_name(cls: type) -> str:
+    """A class by module and name, which tells it from its namesakes."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _scale_output(module: nn.Module, args: Any, output: Any) -> Tensor:
@@ -106,12 +126,23 @@ def has_lazy_weights(layer: nn.Module) -> bool:
 
 def out_channels(layer: nn.Module) -> int:
     """A layer's number of output channels."""
+    if isinstance(layer, (_BatchNorm, nn.LayerNorm)):
+        return cast(Tensor, layer.weight).numel()
+    if is_conv1d(layer):
+        return cast(int, layer.nf)
     return cast(int, layer.out_channels if hasattr(layer, "out_channels") else layer.out_features)
 
 
 def in_channels(layer: nn.Module) -> int:
     """A layer's number of input channels."""
+    if is_conv1d(layer):
+        return cast(int, layer.nx)
     return cast(int, layer.in_channels if hasattr(layer, "in_channels") else layer.in_features)
+
+
+def has_gated_class(layer: nn.Module) -> bool:
+    """Whether a gate on this layer multiplies its weight and bias, and not its output."""
+    return _gated_class(layer) is not None
 
 
 def can_merge(module: nn.Module) -> bool:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, labelled, unlabelled
+from narrowgate.flow.couplings import Couplings
+from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
 
-GROUPED_INPUTS = -1
-"""In place of an axis: the inputs of all groups of a grouped convolution, one after the other."""
+Sums = dict[int, tuple[dict[int, float], float]]
+"""Channels that are sums of others: how much of which, and a constant."""
 
 Backward = Callable[[Mask], None]
 ClosedGates = dict[str, tuple[Mask | None, Mask | None]]
@@ -37,7 +38,9 @@ class Mixer:
 
     ``foldable`` says whether a constant input channel acts like a bias (no padding); ``needed_rows`` are the output
     channels that vary and matter, ``live_columns`` the input channels those read with a non-zero weight, ``zero_rows``
-    the output channels whose weight is zero already.
+    the output channels whose weight is zero already. ``stand_in`` is what an output channel that is not needed has to
+    be, wherever it stays: its constant, or of what varies towards the border only the number inside; else NaN.
+    ``merged`` are input channels that it reads as sums of others.
     """
 
     node: Node
@@ -51,8 +54,10 @@ class Mixer:
     foldable: bool
     shared: bool
     zero_rows: Mask
+    stand_in: Values
     needed_rows: Mask = field(default_factory=lambda: np.zeros(0, bool))
     live_columns: Mask = field(default_factory=lambda: np.zeros(0, bool))
+    merged: Sums = field(default_factory=dict)
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Heads:
     needed: Mask
 
 
-class Flow:
+class Flow(Couplings):
     """Everything the sweeps learn about one graph."""
 
     def __init__(
@@ -77,61 +82,31 @@ class Flow:
         closed: ClosedGates | None = None,
         by_head: dict[Node, int] | None = None,
     ) -> None:
+        super().__init__(model)
         self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.by_head = by_head or {}  # views whose channels go along this axis, not along the innermost
         self.closed = closed
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.tensors: dict[str, Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
         self.constants = constants
         self.uses = graph.uses()
         self.states: dict[Node, State | list[State]] = {}
         self.spreads: dict[Node, Spread] = {}
+        self.borders: dict[Node, Values] = {}  # channels that depend on the place only; see borders.py
         self.live: dict[Node, Any] = {}
         self.mixers: list[Mixer] = []
         self.walls: list[Wall] = []
-        self.edges: list[tuple[Labels, Labels]] = []
-        self.pinned: list[tuple[Labels, str]] = []
-        self.equal_counts: list[Labels] = []
         self.splits: list[tuple[Node, State]] = []  # views that take the channel axis apart
         self.parts: list[tuple[Node, Labels, int]] = []  # equal parts of a channel axis: which channels, how many each
         self.heads: list[Heads] = []
         self.whole: set[str] = set()  # layers that the scatter layout must leave whole
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
-        self.axis_labels: dict[tuple[str, int], Labels] = {}
-        self.label_count = 1  # 0 is PINNED
         self.replayed: tuple[dict[bool, list[Any]], str] | None = None
         self._backward: dict[Node, Backward] = {}
         self._replaced: dict[Node, Node] = {}
         self._read_as: dict[Node, dict[Node, Node]] = {}
 
-    # -- labels ------------------------------------------------------------------------------------------------------
-    def labels_of(self, name: str, axis: int) -> Labels:
-        """The labels of one axis of a parameter or buffer, made at first sight."""
-        return self._labels(name, axis, self.tensors[name].shape[axis])
-
-    def input_labels_of(self, weight: str, size: int) -> Labels:
-        """Labels for all inputs of a grouped convolution, whose weight has an axis for one group's inputs only."""
-        return self._labels(weight, GROUPED_INPUTS, size)
-
-    def _labels(self, name: str, axis: int, size: int) -> Labels:
-        key = (name, axis)
-        if key not in self.axis_labels:
-            self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
-            self.label_count += size
-        return self.axis_labels[key]
-
-    def tie(self, first: Labels, second: Labels) -> None:
-        """Positions with these labels stay or go together."""
-        if first is not second:
-            self.edges.append((first.reshape(-1), second.reshape(-1)))
-
-    def pin(self, labels: Labels, why: str) -> None:
-        """Positions with these labels stay."""
-        self.pinned.append((labels.reshape(-1), why))
-
+    # -- walls and zeros ---------------------------------------------------------------------------------------------
     def wall(self, node: Node, inputs: list[Node], why: str) -> None:
         """Keep every input of an operation at full width, and say so if that costs anything."""
         op, layer = op_name(node), layer_of(node)

@@ -15,11 +15,9 @@ from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Heads, wall_rule
 from narrowgate.flow.movement import arg, shape_of
+from narrowgate.flow.products import WHY, batch_of, head_numbers, mark_channels, mark_scores, numbered, turned
 from narrowgate.flow.spread import put_new_spread, spread_of
 from narrowgate.flow.state import Labels, Mask, Spread, State, labelled, unlabelled
-from narrowgate.flow.trace import op_name
-
-_WHY = "the code counts on the number of heads and their width"
 
 
 def attention(flow: Flow, node: Node) -> None:
@@ -37,9 +35,9 @@ def attention(flow: Flow, node: Node) -> None:
     mask = arg(node, 3, "attn_mask")
     plain = _plain_result(flow, node, sources, mask)
     rank = len(shape_of(node))
-    batch = np.broadcast_shapes(*(_batch_of(spread, rank) for spread in (query, key, value)))
+    batch = np.broadcast_shapes(*(batch_of(spread, rank) for spread in (query, key, value)))
     cells = np.broadcast_to(value.index, (*batch, 1, value.index.shape[-1]))
-    index, first = _numbered(cells, _head_numbers(query, _turned(key), batch)[..., None, None])
+    index, first = numbered(cells, head_numbers(query, turned(key), batch)[..., None, None])
     values = value.values[cells.reshape(-1)[first]]
     # The weights of a row sum to 1, so a constant stays one; not after dropout, nor in a row that is masked out.
     if mask is not None or arg(node, 4, "dropout_p", 0.0) or flow.closed is not None:
@@ -50,8 +48,8 @@ def attention(flow: Flow, node: Node) -> None:
     def backward(live: Mask) -> None:
         needed = (live & np.isnan(values))[index]
         heads.needed = np.asarray(needed.any((-1, -2)))
-        _mark(value, cells[needed])
-        _mark_scores(query, _turned(key), heads.needed)
+        mark_channels(value, cells[needed])
+        mark_scores(query, turned(key), heads.needed)
         if mask is not None:
             flow.mark(flow.reads(node, mask), bool(needed.any()))
 
@@ -66,7 +64,7 @@ def _plain_result(flow: Flow, node: Node, sources: list[Node], mask: Node | None
     axis = len(shape) - 3
     alike = all(state.axis == axis and len(state.labels) == shape[axis] for state in states)
     if not alike or (mask is not None and flow.state(flow.reads(node, mask)).shape[-3:-2] not in ((), (1,))):
-        flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], _WHY)
+        flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], WHY)
         return unlabelled(shape)
     for state in states[1:]:
         flow.tie(states[0].labels, state.labels)
@@ -81,7 +79,7 @@ def views_by_head(flow: Flow) -> dict[Node, int]:
     """For each view that made heads of which some are dead: the axis along which they lie."""
     views: dict[Node, int] = {}
     for heads in flow.heads:
-        if not heads.needed.all() and heads.needed.any():
+        if not heads.needed.all():
             views |= heads.views
     return views
 
@@ -114,108 +112,10 @@ def _head_axis(view: Spread, spread: Spread) -> int | None:
     return None
 
 
-def product(flow: Flow, node: Node) -> None:
-    """matmul, bmm, baddbmm: queries times keys, or weights times values; anything else is a wall."""
-    first = 1 if op_name(node) == "baddbmm" else 0
-    names = ("batch1", "batch2") if first else ("self", "mat2" if op_name(node) == "bmm" else "other")
-    sources = [flow.reads(node, arg(node, first + i, name)) for i, name in enumerate(names)]
-    left, right = (spread_of(flow, source) for source in sources)
-    if min(left.index.ndim, right.index.ndim) < 2 or left.index.shape[-2] > 1:
-        wall_rule(flow, node)
-        return
-    added = flow.reads(node, node.args[0]) if first else None
-    if right.index.shape[-1] == 1:
-        _scores(flow, node, left, right, added)
-    elif right.index.shape[-2] == 1 and left.index.shape[-1] == 1:
-        _weighted_values(flow, node, left, right, added)
-    else:
-        wall_rule(flow, node)
-
-
-def _scores(flow: Flow, node: Node, query: Spread, key: Spread, added: Node | None) -> None:
-    """Channels are summed over; what is left to tell apart is the heads."""
-    flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], _WHY)
-    rank = len(shape_of(node))
-    batch = np.broadcast_shapes(_batch_of(query, rank), _batch_of(key, rank))
-    heads = _head_numbers(query, key, batch)
-
-    def backward(live: Mask) -> None:
-        _mark_scores(query, key, live[heads])
-        if added is not None:
-            flow.mark(added, bool(live.any()))
-
-    flow.put(node, unlabelled(shape_of(node)), lambda live: None)
-    put_new_spread(flow, node, heads[..., None, None], np.full(heads.max() + 1, np.nan), backward)
-
-
-def _weighted_values(flow: Flow, node: Node, weights: Spread, value: Spread, added: Node | None) -> None:
-    """Sums over tokens: a zero channel stays zero; another constant is multiplied by a sum that may vary."""
-    flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], _WHY)
-    rank = len(shape_of(node))
-    batch = np.broadcast_shapes(_batch_of(weights, rank), _batch_of(value, rank))
-    cells = np.broadcast_to(value.index, (*batch, 1, value.index.shape[-1]))
-    heads = np.broadcast_to(weights.index, (*batch, 1, 1))
-    index, first = _numbered(cells, heads)
-    values = np.where(value.values[cells.reshape(-1)[first]] == 0, 0.0, np.nan)
-    if added is not None:
-        values = np.full_like(values, np.nan)
-
-    def backward(live: Mask) -> None:
-        needed = (live & np.isnan(values))[index]
-        _mark(value, cells[needed])
-        _mark(weights, heads[needed.any((-1, -2))])
-        if added is not None:
-            flow.mark(added, bool(needed.any()))
-
-    flow.put(node, unlabelled(shape_of(node)), lambda live: None)
-    put_new_spread(flow, node, index, values, backward)
-
-
-def _numbered(cells: Labels, heads: Labels) -> tuple[Labels, Labels]:
-    """A number for each channel of each head, the same wherever both are the same (in every sample of a batch)."""
-    pairs = np.stack([cells.reshape(-1), np.broadcast_to(heads, cells.shape).reshape(-1)], 1)
-    _, first, number = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
-    return number.reshape(cells.shape), first
-
-
-def _head_numbers(query: Spread, key: Spread, batch: tuple[int, ...]) -> Labels:
-    """A number for each head: for queries and keys of the same channels, the same one."""
-    sides = (query.index[..., 0, :], key.index[..., 0])
-    rows = [np.broadcast_to(ids, (*batch, ids.shape[-1])).reshape(-1, ids.shape[-1]) for ids in sides]
-    return np.unique(np.concatenate(rows, 1), axis=0, return_inverse=True)[1].reshape(batch)
-
-
-def _mark_scores(query: Spread, key: Spread, heads: Mask) -> None:
-    """In the heads that are read, a query channel counts if its key channel is not zero, and the other way round."""
-    width = max(query.index.shape[-1], key.index.shape[-2])
-    queries = np.broadcast_to(query.index[..., 0, :], (*heads.shape, width))[heads]
-    keys = np.broadcast_to(key.index[..., 0], (*heads.shape, width))[heads]
-    _mark(query, queries[key.values[keys] != 0])
-    _mark(key, keys[query.values[queries] != 0])
-
-
-def _mark(spread: Spread, channels: Labels) -> None:
-    mask = np.zeros(len(spread.values), bool)
-    mask[channels.reshape(-1)] = True
-    spread.mark(mask)
-
-
-def _batch_of(spread: Spread, rank: int) -> tuple[int, ...]:
-    shape = spread.index.shape[:-2]
-    return (1,) * (rank - 2 - len(shape)) + shape
-
-
-def _turned(spread: Spread) -> Spread:
-    return Spread(np.swapaxes(spread.index, -1, -2), spread.values, spread.mark)
-
-
 def _repeated(spread: Spread, times: int) -> Spread:
     """Keys and values of fewer heads than queries: each serves several."""
     index = spread.index if spread.index.shape[-3] == 1 else spread.index.repeat(times, -3)
     return Spread(index, spread.values, spread.mark)
 
 
-RULES: dict[str, Callable[[Flow, Node], None]] = {
-    "scaled_dot_product_attention": attention,
-    **dict.fromkeys("matmul bmm baddbmm".split(), product),
-}
+RULES: dict[str, Callable[[Flow, Node], None]] = {"scaled_dot_product_attention": attention}

@@ -89,9 +89,14 @@ def _edit(first: Edit | None, then: Edit, cut: Cut | None) -> Edit:
     folded = dict(zip(_pick(inputs, list(then.folded)), then.folded.values(), strict=True))
     carried = dict(zip(_pick(inputs, list(then.carried)), then.carried.values(), strict=True))
     carrier = None if then.carrier is None else _pick(inputs, [then.carrier])[0]
+    merged = {
+        _pick(inputs, [column])[0]: dict(zip(_pick(inputs, list(factors)), factors.values(), strict=True))
+        for column, factors in then.merged.items()
+    }
     if first is not None:
         rows, folded = {**first.rows, **rows}, {**first.folded, **folded}
         carried, carrier = (carried, carrier) if carried else (first.carried, first.carrier)
+        merged = merged or first.merged
     return dataclasses.replace(
         then,
         bias=base.bias,
@@ -100,6 +105,7 @@ def _edit(first: Edit | None, then: Edit, cut: Cut | None) -> Edit:
         folded=folded,
         carried=carried,
         carrier=carrier,
+        merged=merged,
         new_bias=base.bias is None and (base.new_bias or then.new_bias),
     )
 

@@ -27,8 +27,10 @@ class Edit:
 
     ``rows`` are output channels that are constant: their weight becomes 0 and their bias the number. ``folded`` are
     input channels that are constant: their part goes into the bias. ``carried`` are such channels as multiples of the
-    constant ``carrier``: their weights are added to its. In the scatter layout ``gather`` and ``scatter`` are where the
-    layer's own channels are in the streams it reads (``reads`` wide) and writes (as wide as ``fill``).
+    constant ``carrier``: their weights are added to its. ``merged`` are channels that are sums of others (and of a
+    constant, which is folded): their weights are added to those of the others, each times its factor. In the scatter
+    layout ``gather`` and ``scatter`` are where the layer's own channels are in the streams it reads (``reads`` wide)
+    and writes (as wide as ``fill``).
     """
 
     layer: str
@@ -40,6 +42,7 @@ class Edit:
     folded: dict[int, float] = field(default_factory=dict)
     carried: dict[int, float] = field(default_factory=dict)
     carrier: int | None = None
+    merged: dict[int, dict[int, float]] = field(default_factory=dict)
     new_bias: bool = False
     new_groups: int = 1
     gather: list[int] | None = None

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.fx import Node
 from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.analysis import Flow, Mixer, wall_rule
+from narrowgate.flow.borders import padded_constants, sums_of_others
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.state import Mask, State, Values, labelled, rounded
 from narrowgate.flow.trace import layer_of, op_name
@@ -45,11 +47,15 @@ def convolution(flow: Flow, node: Node) -> None:
     if bias_name is not None:
         flow.tie(flow.labels_of(bias_name, 0), result.labels)
     seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
-    foldable = foldable and not shared
     zero = ~nonzero.any(2).reshape(-1)
-    mixer = Mixer(node, layer_of(node), weight_name, bias_name, groups, 0, seen_as, result, foldable, shared, zero)
+    stand_in = values if foldable or shared else _beside_borders(flow, node, names, nonzero, inputs, values)
+    foldable = foldable and not shared
+    mixer = Mixer(
+        node, layer_of(node), weight_name, bias_name, groups, 0, seen_as, result, foldable, shared, zero, stand_in
+    )
     flow.mixers.append(mixer)
-    flow.put(node, result, _backward(flow, mixer, read, nonzero))
+    merges = foldable and groups == 1 and state.axis == axis and weight.dtype in (torch.float32, torch.float64)
+    flow.put(node, result, _backward(flow, mixer, read, nonzero, flow.borders.get(read) if merges else None))
 
 
 def transposed_convolution(flow: Flow, node: Node) -> None:
@@ -59,11 +65,28 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
     if names is None or groups != 1:
         wall_rule(flow, node, "its weight is computed, not a parameter" if names is None else "it has groups")
         return
-    weight_name, bias_name = names
-    weight = flow.tensors[weight_name].detach()
     read = flow.reads(node, node.args[0])
+    axis = len(flow.state(read).shape) - (flow.tensors[names[0]].dim() - 1)
+    _turned(flow, node, names, read, axis, foldable=False)
+
+
+def turned_linear(flow: Flow, node: Node) -> None:
+    """addmm(bias, x, weight): a linear layer whose weight is (in, out), as GPT-2's Conv1D has it."""
+    sources: Any = node.args
+    bias, weight = (flow.graph.tensors.get(sources[i]) for i in (0, 2))
+    if bias is None or weight is None or node.kwargs or flow.resolve(sources[2]) is not sources[2]:
+        wall_rule(flow, node, "its weight is computed, not a parameter")
+        return
+    if flow.tensors[bias].shape != flow.tensors[weight].shape[1:]:
+        wall_rule(flow, node, "what it adds is no bias")
+        return
+    _turned(flow, node, (weight, bias), flow.reads(node, sources[1]), 1, foldable=True)
+
+
+def _turned(flow: Flow, node: Node, names: tuple[str, str | None], read: Node, axis: int, foldable: bool) -> None:
+    """A layer whose weight is (in, out, ...); constants can become its bias if ``foldable``."""
+    weight_name, bias_name = names
     state = flow.state(read)
-    axis = len(state.shape) - (weight.dim() - 1)
     if state.axis == axis:
         flow.tie(state.labels, flow.labels_of(weight_name, 0))
     else:
@@ -71,13 +94,13 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
     nonzero = flow.nonzero(weight_name).T[None]
     inputs = state.along(axis)
     shared = not _editable(flow, node, weight_name, bias_name)
-    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, False, shared, transposed=True)
+    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, foldable, shared, transposed=True)
     result = labelled(shape_of(node), axis, flow.labels_of(weight_name, 1), values)
     if bias_name is not None:
         flow.tie(flow.labels_of(bias_name, 0), result.labels)
     seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
-    zero = ~nonzero.any(2).reshape(-1)
-    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, False, shared, zero)
+    zero, folds = ~nonzero.any(2).reshape(-1), foldable and not shared
+    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, folds, shared, zero, values)
     flow.mixers.append(mixer)
     flow.put(node, result, _backward(flow, mixer, read, nonzero))
 
@@ -179,7 +202,8 @@ def _outputs(
         constants = np.zeros_like(constants)
     values = np.zeros((groups, rows))
     if constants.any():
-        weight = flow.tensors[weight_name].detach().double().reshape(groups * rows, columns, -1).sum(2)
+        weight = flow.tensors[weight_name].detach().double()
+        weight = (weight.transpose(0, 1) if transposed else weight).reshape(groups * rows, columns, -1).sum(2)
         values = (weight.cpu().numpy().reshape(groups, rows, columns) * constants).sum(2)
     result: Values = values.reshape(-1)
     if bias_name is not None:
@@ -187,14 +211,37 @@ def _outputs(
     return np.where(depends.reshape(-1), np.nan, rounded(result, flow.tensors[weight_name].dtype))
 
 
-def _backward(flow: Flow, mixer: Mixer, read: Node, nonzero: Mask) -> Callable[[Mask], None]:
+def _beside_borders(
+    flow: Flow, node: Node, names: tuple[str, str | None], nonzero: Mask, inputs: Values, values: Values
+) -> Values:
+    """The constants of a padded convolution, with the number inside for outputs that read constants only."""
+    if flow.constants != "exact" or flow.closed is not None:
+        return values
+    groups, _, columns = nonzero.shape
+    reads_varying = (nonzero & np.isnan(inputs).reshape(groups, 1, columns)).any(2).reshape(-1)
+    weight, bias = (None if name is None else flow.tensors[name].detach() for name in names)
+    assert weight is not None
+    geometry = arg(node, 4, "padding", 0), arg(node, 5, "dilation", 1)
+    found = padded_constants(weight, bias, inputs, np.isnan(values) & ~reads_varying, geometry)
+    if found is None:
+        return values
+    flow.borders[node] = found
+    return np.where(np.isnan(values), found[0], values)
+
+
+def _backward(
+    flow: Flow, mixer: Mixer, read: Node, nonzero: Mask, table: Values | None = None
+) -> Callable[[Mask], None]:
     groups, rows, _ = nonzero.shape
 
     def backward(live: Mask) -> None:
         needed = live & mixer.output.varies
         mixer.needed_rows = needed
         columns = nonzero.any(1) if needed.all() else (nonzero & needed.reshape(groups, rows, 1)).any(1)
-        mixer.live_columns = columns.reshape(-1)
+        mixer.live_columns = columns.reshape(-1).copy()
+        if table is not None:
+            mixer.merged = sums_of_others(table, mixer.live_columns)
+            mixer.live_columns[list(mixer.merged)] = False
         flow.mark(read, mixer.live_columns)
 
     return backward
@@ -203,5 +250,6 @@ def _backward(flow: Flow, mixer: Mixer, read: Node, nonzero: Mask) -> Callable[[
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("conv1d conv2d conv3d linear".split(), convolution),
     **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), transposed_convolution),
+    "addmm": turned_linear,
     "embedding": embedding,
 }

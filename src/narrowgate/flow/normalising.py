@@ -1,4 +1,4 @@
-"""Rules for norms, pooling, reductions and other operations that keep channels apart but not positions."""
+"""Rules for norms, and for PReLU, whose slopes are a vector over channels like a norm's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.borders import through
 from narrowgate.flow.movement import arg, shape_of
+from narrowgate.flow.pooling import like, put_per_channel
 from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import layer_of, op_name
 
@@ -20,7 +22,7 @@ def batch_norm(flow: Flow, node: Node) -> None:
     """One affine map a channel; a constant goes through it, and a scale of 0 leaves the shift alone."""
     result = _batch_norm(flow, node, node.meta["val"], bool(arg(node, 5, "training")), float(arg(node, 7, "eps")))
     if result is not None:
-        _put_per_channel(flow, node, flow.reads(node, node.args[0]), result)
+        put_per_channel(flow, node, flow.reads(node, node.args[0]), result)
 
 
 def batch_norm_functional(flow: Flow, node: Node) -> None:
@@ -58,7 +60,10 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
     if training or flow.closed is not None or mean is None or variance is None:
         values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
     else:
-        values = _standardise(values, (mean, variance, scale, shift), eps, out.dtype)
+        vectors = (mean, variance, scale, shift)
+        values = _standardise(values, vectors, eps, out.dtype)
+        read = flow.reads(node, node.args[0])
+        values = through(flow, node, read, values, lambda table: _standardise(table, vectors, eps, out.dtype))
     return labelled(tuple(int(size) for size in out.shape), 1, labels, values)
 
 
@@ -77,7 +82,7 @@ def instance_norm(flow: Flow, node: Node) -> None:
         flow.bare_norms[layer_of(node)] = state.labels
     values = np.where(np.isnan(state.values), np.nan, 0.0)
     values = _affine(values, *(_vector(flow, name, len(values)) for name in names[:2]))
-    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
+    put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
 
 
 def norm_across_channels(flow: Flow, node: Node) -> None:
@@ -115,7 +120,7 @@ def _norm_beside_channels(flow: Flow, node: Node, read: Node, state: State) -> N
         if name is not None:
             for axis in range(flow.tensors[name].dim()):
                 flow.pin(flow.labels_of(name, axis), f"for {layer_of(node)}")
-    _put_per_channel(flow, node, read, _like(state, shape_of(node), np.full_like(state.values, np.nan)))
+    put_per_channel(flow, node, read, like(state, shape_of(node), np.full_like(state.values, np.nan)))
 
 
 def prelu(flow: Flow, node: Node) -> None:
@@ -128,129 +133,12 @@ def prelu(flow: Flow, node: Node) -> None:
     slopes = flow.tensors[name].detach().double().cpu().numpy()
     if state.axis is None:
         flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
-        _put_per_channel(flow, node, read, unlabelled(shape_of(node)))
+        put_per_channel(flow, node, read, unlabelled(shape_of(node)))
         return
     if len(slopes) > 1:
         flow.tie(state.labels, flow.labels_of(name, 0))
     values = np.where(state.values < 0, state.values * slopes, state.values)
-    _put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
-
-
-def spatial(flow: Flow, node: Node) -> None:
-    """Pooling and resizing: channels pass; a constant stays one unless a zero border or a ceiling mixes in."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    name = op_name(node)
-    kept = len(state.shape) - _spatial_dims(name)
-    if state.axis is not None and state.axis >= kept:
-        wall_rule(flow, node, "its channels are among the pooled axes")
-        return
-    values = state.values
-    if name.startswith("avg_pool"):
-        ceiling, counts_padding = bool(arg(node, 4, "ceil_mode", False)), bool(arg(node, 5, "count_include_pad", True))
-        divisor = arg(node, 6, "divisor_override")
-        if ceiling or divisor is not None or (counts_padding and np.any(arg(node, 3, "padding", 0))):
-            values = np.where(values == 0, 0.0, np.nan)
-    shapes = node.meta["val"]
-    if isinstance(shapes, (tuple, list)):  # max_pool with indices
-        parts = [_like(state, tuple(int(s) for s in v.shape), values) for v in shapes]
-        parts[1] = _like(state, parts[1].shape, np.full_like(values, np.nan))
-
-        def backward(live: Any) -> None:
-            for one in live:
-                flow.mark(read, one)
-
-        flow.put(node, parts, backward)
-        return
-    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
-
-
-def pad(flow: Flow, node: Node) -> None:
-    """Padding beside the channel axis; a constant survives if the border has the same value."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    amounts: Any = node.args[1]
-    padded = {len(state.shape) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
-    mode = arg(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
-    fill = arg(node, 3, "value", 0.0) if op_name(node) == "pad" else arg(node, 2, "value", 0.0)
-    if state.axis in padded:
-        wall_rule(flow, node, "it pads the channel axis")
-        return
-    values = state.values
-    if mode == "constant" and padded:
-        values = np.where(values == float(fill or 0.0), values, np.nan)
-    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
-
-
-def reduction(flow: Flow, node: Node) -> None:
-    """mean, sum, amax, …: free over other axes, a wall over the channel axis."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    rank = len(state.shape)
-    dims = arg(node, 2 if "norm" in op_name(node) else 1, "dim")
-    dims = None if isinstance(dims, bool) else dims  # var(x, unbiased)
-    dims = list(range(rank)) if not dims and dims != 0 else [dims] if isinstance(dims, int) else list(dims)
-    dims = [int(d) % rank for d in dims] if rank else []
-    name = op_name(node)
-    if state.axis in dims or not isinstance(node.meta["val"], Tensor):
-        wall_rule(flow, node, "it reduces over channels")
-        return
-    values = np.full_like(state.values, np.nan)
-    if name in ("mean", "amax", "amin"):
-        values = state.values
-    elif name == "sum":  # of a constant, it depends on the size of the image or the batch
-        values = np.where(state.values == 0, 0.0, np.nan)
-    shape = shape_of(node)
-    if state.axis is None:
-        _put_per_channel(flow, node, read, unlabelled(shape, float(values[0])))
-        return
-    axis = state.axis if len(shape) == rank else state.axis - sum(d < state.axis for d in dims)
-    _put_per_channel(flow, node, read, labelled(shape, axis, state.labels, values))
-
-
-def along_one_axis(flow: Flow, node: Node) -> None:
-    """softmax, cumsum: positions along one axis depend on each other; channels along another pass."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    rank = len(state.shape)
-    if state.axis is not None and int(arg(node, 1, "dim")) % rank == state.axis:
-        wall_rule(flow, node, "it runs along the channel axis")
-        return
-    _put_per_channel(flow, node, read, _like(state, shape_of(node), np.full_like(state.values, np.nan)))
-
-
-def dropout(flow: Flow, node: Node) -> None:
-    """The identity in eval mode; in training a zero stays zero and everything else is random."""
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    trains = bool(arg(node, 2, "train", False))
-    values = np.where(state.values == 0, 0.0, np.nan) if trains else state.values
-    _put_per_channel(flow, node, read, _like(state, shape_of(node), values))
-
-
-def fresh(flow: Flow, node: Node) -> None:
-    """zeros, ones, full, arange, …: no channels, and one known number where it is one."""
-    name = op_name(node)
-    fill = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}.get(name)
-    flow.put(node, unlabelled(shape_of(node), float("nan") if fill is None else fill), lambda live: None)
-
-
-def nothing(flow: Flow, node: Node) -> None:
-    """Assertions: they compute nothing."""
-    flow.put(node, unlabelled(()), lambda live: None)
-
-
-def _put_per_channel(flow: Flow, node: Node, read: Node, result: State) -> None:
-    def backward(live: Mask) -> None:
-        flow.mark(read, live & result.varies)
-
-    flow.put(node, result, backward)
-
-
-def _like(state: State, shape: tuple[int, ...], values: Values) -> State:
-    if state.axis is None:
-        return unlabelled(shape, float(values[0]))
-    return labelled(shape, state.axis, state.labels, values)
+    put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
 
 
 def _name(flow: Flow, source: Any) -> str | None:
@@ -268,8 +156,9 @@ def _vector(flow: Flow, name: str | None, size: int) -> Values | None:
 def _standardise(values: Values, vectors: tuple[Values | None, ...], eps: float, dtype: torch.dtype) -> Values:
     """BatchNorm of constants, by PyTorch's own kernel in the model's precision; a scale of 0 leaves the shift."""
     mean, variance, scale, shift = (None if v is None else torch.from_numpy(v).to(dtype) for v in vectors)
-    x = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)[None]
-    result = torch.nn.functional.batch_norm(x, mean, variance, scale, shift, eps=eps)[0].double().numpy()
+    x = torch.from_numpy(np.ascontiguousarray(values)).to(dtype).reshape(-1, values.shape[-1])
+    result = torch.nn.functional.batch_norm(x, mean, variance, scale, shift, eps=eps).double().numpy()
+    result = result.reshape(values.shape)
     result = np.where(np.isnan(values), np.nan, result)
     if vectors[2] is None:
         return result
@@ -282,26 +171,10 @@ def _affine(values: Values, scale: Values | None, shift: Values | None) -> Value
     return values if shift is None else values + shift
 
 
-def _spatial_dims(name: str) -> int:
-    return next((dims for dims in (1, 2, 3) if f"{dims}d" in name), 1 if "linear1d" in name else 2)
-
-
-_POOLING = [f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)]
-_POOLING += [f"{name}_with_indices" for name in _POOLING if name.startswith("max")]
-_RESIZING = "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d".split()
-
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     "batch_norm": batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm_functional,
     "instance_norm": instance_norm,
     **dict.fromkeys(("layer_norm", "group_norm"), norm_across_channels),
     "prelu": prelu,
-    **dict.fromkeys(_POOLING, spatial),
-    **dict.fromkeys((f"upsample_{name}" for name in _RESIZING), spatial),
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
-    **dict.fromkeys("mean sum amax amin var std logsumexp norm linalg_vector_norm".split(), reduction),
-    **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum".split(), along_one_axis),
-    **dict.fromkeys("dropout feature_dropout alpha_dropout feature_alpha_dropout".split(), dropout),
-    **dict.fromkeys("zeros new_zeros zeros_like ones new_ones ones_like arange full eye linspace".split(), fresh),
-    **dict.fromkeys("_assert_tensor_metadata _assert_async sym_size".split(), nothing),
 }

@@ -29,7 +29,8 @@ def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
             continue
         count, left = len(heads.labels), len(decision.positions(heads.labels))
         for key, n in _numbers_of(flow.modules, layer_of(heads.node)):
-            if n == count and "head" in key.rpartition(".")[2] and "dim" not in key.rpartition(".")[2]:
+            attribute = key.rpartition(".")[2]
+            if n == count and "head" in attribute and not any(word in attribute for word in ("dim", "size")):
                 numbers[key] = left
             elif n == count * heads.size:
                 numbers[key] = left * heads.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.attention import views_by_head
 from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.cuts import Cut, Edit
-from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide, folds, wanted_constants
+from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
+from narrowgate.flow.editing import edit_of, grouped_columns
 from narrowgate.flow.numbers import own_numbers
-from narrowgate.flow.replay import pin_what_breaks
+from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, layer_of, op_name, trace, without_gc
@@ -39,7 +41,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything ``compact`` needs; nothing is decided after this."""
+    """Everything ``compact`` needs, as a value; nothing is decided after this. Print it for a table.
+
+    Attributes:
+        layout: as it was planned: ``aligned``, ``scatter`` or ``auto``.
+        constants: as it was planned: ``exact``, ``fold`` or ``drop``.
+        cuts: for each parameter that shrinks, the positions that stay along each axis.
+        edits: for each layer that constants change, the new numbers.
+        rows: the lines of the table, one for each use of a layer: its channels in all, used and kept, and why.
+        walls: the operations that hold channels in place: where, which, and why.
+        widths: attributes of blocks that get another number, such as a number of heads.
+        parameters_before: of the model without gates.
+        parameters_after: of the small model.
+    """
 
     layout: str
     constants: str
@@ -86,11 +100,17 @@ class Plan:
         return "\n".join([*lines, *_wall_lines(self.walls)])
 
 
-def _wall_lines(walls: list[Wall]) -> list[str]:
-    """Walls of one kind in one line, with the first few places."""
+def walls_by_kind(walls: Iterable[Wall]) -> dict[tuple[str, str], list[str]]:
+    """The layers of the walls of each kind, a kind being an operation and why it holds channels in place."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for wall in walls:
         kinds.setdefault((wall.op, wall.why), []).append(wall.layer)
+    return kinds
+
+
+def _wall_lines(walls: list[Wall]) -> list[str]:
+    """Walls of one kind in one line, with the first few places."""
+    kinds = walls_by_kind(walls)
     lines = ["  walls, where channels stay at full width:"] if kinds else []
     for (op, why), layers in kinds.items():
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
@@ -103,7 +123,7 @@ def _edit_fields(edit: dict[str, Any]) -> dict[str, Any]:
 
 
 def _int_keys(mapping: dict[str, Any]) -> dict[int, Any]:
-    return {int(key): value for key, value in mapping.items()}
+    return {int(key): _int_keys(value) if isinstance(value, dict) else value for key, value in mapping.items()}
 
 
 def plan(
@@ -151,11 +171,12 @@ def _plan(
     while True:
         decision = decide(flow, round_to)
         made = build(flow, decision, plain, layout)
+        if layout == "scatter" and find_trouble(flow, decision, made, plain, example_inputs) is None:
+            return made  # so the aligned layout, with the same streams, would be well too
         aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned")
-        again = pin_what_breaks(flow, decision, aligned, plain, example_inputs)
-        if layout != "aligned" and not again:
-            again = pin_what_breaks(flow, decision, made, plain, example_inputs)
-        if again:
+        if pin_what_breaks(flow, decision, aligned, plain, example_inputs):
+            continue
+        if layout != "aligned" and pin_what_breaks(flow, decision, made, plain, example_inputs):
             continue
         if layout == "auto":
             flow.whole |= faster_whole(flow, decision, aligned.cuts, made.cuts, made.edits)
@@ -176,8 +197,8 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan
             cuts[name] = Cut(tuple(tensor.shape), keep)
     edits: dict[str, Edit] = {}
     for i, mixer in enumerate(flow.mixers):
-        edit = _edit(flow, decision, mixer, decision.carriers.get(i))
-        grouped = _grouped_columns(decision, mixer)
+        edit = edit_of(flow, decision, mixer, decision.carriers.get(i))
+        grouped = grouped_columns(decision, mixer)
         if grouped is not None:
             old = cuts.get(mixer.weight, Cut(tuple(flow.tensors[mixer.weight].shape), {}))
             cuts[mixer.weight] = Cut(old.shape, old.keep, grouped)
@@ -209,49 +230,6 @@ def _outputs_after(cuts: dict[str, Cut], flow: Flow, edit: Edit) -> int:
     how = cuts.get(edit.weight)
     shape = flow.tensors[edit.weight].shape if how is None else how.new_shape
     return int(shape[1 if edit.transposed else 0])
-
-
-def _edit(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -> Edit:
-    values, labels = mixer.output.values, mixer.output.labels
-    transposed = mixer.out_axis == 1
-    columns = mixer.inputs.labels
-    gone = ~decision.kept[columns] & wanted_constants(mixer) if len(mixer.live_columns) else np.zeros(0, bool)
-    lost = {int(i): float(mixer.inputs.values[i]) for i in np.flatnonzero(gone)}
-    folded = lost if folds(flow, mixer) and flow.constants != "drop" else {}
-    carried: dict[int, float] = {}
-    if carrier is not None and not folded:
-        carried = {i: value / float(mixer.inputs.values[carrier]) for i, value in lost.items()}
-    rows: dict[int, float] = {}
-    if not mixer.shared:
-        bias = 0.0 if mixer.bias is None else flow.tensors[mixer.bias].detach().double().cpu().numpy()
-        so_already = mixer.zero_rows & (values == bias)
-        constant = np.flatnonzero(decision.kept[labels] & ~np.isnan(values) & ~so_already)
-        rows = {int(i): float(values[i]) for i in constant}
-    new_bias = mixer.bias is None and (bool(folded) or any(value != 0 for value in rows.values()))
-    new_groups = mixer.groups
-    if mixer.groups > 1 and mixer.groups == len(columns):
-        new_groups = len(decision.positions(columns))
-    return Edit(
-        mixer.layer,
-        mixer.weight,
-        mixer.bias,
-        mixer.groups,
-        transposed,
-        rows,
-        folded,
-        carried,
-        carrier if carried else None,
-        new_bias,
-        new_groups,
-    )
-
-
-def _grouped_columns(decision: Decision, mixer: Mixer) -> list[list[int]] | None:
-    """For a grouped convolution, the kept inputs of each group, counted within the group."""
-    columns = mixer.inputs.labels
-    if mixer.groups == 1 or mixer.groups == len(columns) or decision.kept[columns].all():
-        return None
-    return [np.flatnonzero(group).tolist() for group in decision.kept[columns].reshape(mixer.groups, -1)]
 
 
 def _row(decision: Decision, mixer: Mixer) -> Row:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.borders import carries, through
 from narrowgate.flow.state import Labels, Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import is_in_place, op_name
 
@@ -46,6 +47,9 @@ def pointwise(flow: Flow, node: Node) -> None:
     size = 1 if axis is None else shape[axis]
     known = {source: _values_along(state, shape, axis) for source, state in states.items()}
     values = evaluate(node, known, size)
+    if len(sources) == 1 and carries(op_name(node).rstrip("_")):
+        ((source, read),) = sources.items()
+        values = through(flow, node, read, values, lambda table: _evaluate_table(node, source, table))
     if axis is None:
         state = unlabelled(shape, float(values[0]))
     else:
@@ -110,6 +114,10 @@ def evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
         if any(isinstance(arg, (int, float)) and arg == 0 for arg in node.args):
             result[:] = 0.0
     return result
+
+
+def _evaluate_table(node: Node, source: Node, table: Values) -> Values:
+    return evaluate(node, {source: table.reshape(-1)}, table.size).reshape(table.shape)
 
 
 def _run(node: Node, known: dict[Node, Values]) -> Values:

@@ -8,6 +8,8 @@ operations with the same numbers, and every layer's output must have the predict
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,6 +41,15 @@ class Planned(Protocol):
     def widths(self) -> dict[str, int]: ...
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Where the small model does something else than the large one, if that is known, what, and in which splits."""
+
+    node: Node | None
+    message: str
+    splits: tuple[Node, ...] = ()
+
+
 class ReplayError(RuntimeError):
     """The small model would not run, and nothing in the graph says why."""
 
@@ -47,8 +58,22 @@ def pin_what_breaks(
     flow: Flow, decision: Decision, plan: Planned, model: nn.Module, example_inputs: ExampleInputs
 ) -> bool:
     """Run the planned architecture on shapes; pin what does not fit and return True if the plan must be made again."""
-    if not plan.cuts:
+    trouble = find_trouble(flow, decision, plan, model, example_inputs)
+    if trouble is None:
         return False
+    for node in trouble.splits:
+        flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], "it splits channels")
+    if plan.layout != "aligned":  # it runs with the same streams and whole layers: leave the layers whole
+        return _keep_whole(flow, plan, trouble.node)
+    return _pin(flow, decision, type(model).__name__, trouble)
+
+
+def find_trouble(
+    flow: Flow, decision: Decision, plan: Planned, model: nn.Module, example_inputs: ExampleInputs
+) -> Trouble | None:
+    """Run the planned architecture on shapes and say where it is not what was planned; nothing is pinned."""
+    if not plan.cuts:
+        return None
     large, device = _reference(flow, model, example_inputs)
     small = skeleton(model, plan.cuts, device)
     resize_(small, plan.edits, plan.widths)
@@ -57,27 +82,30 @@ def pin_what_breaks(
         trouble = _first_trouble(flow, decision, wanted, got)
         if trouble is None and not training:
             trouble = _wrong_split(flow, decision, wanted, got)
-        if trouble is None:
-            continue
-        if plan.layout != "aligned":  # it runs with the same streams and whole layers: leave the layers whole
-            return _keep_whole(flow, plan, trouble[0])
-        return _pin(flow, decision, type(model).__name__, *trouble)
-    return False
+        if trouble is not None:
+            return trouble
+    return None
+
+
+def _flattened(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a layer gives its operation's result with the axes before the channels apart, as GPT-2's Conv1D does."""
+    return len(got) > len(wanted) == 2 and got[-1] == wanted[-1] and math.prod(got) == math.prod(wanted)
 
 
 def _keep_whole(flow: Flow, plan: Planned, node: Node | None) -> bool:
     """Give up narrowing layers to their own channels, first around the trouble, then everywhere."""
     narrowed = {edit.layer for edit in plan.edits.values() if edit.gather is not None or edit.scatter is not None}
-    before = [m.layer for m in flow.mixers if node is None or _order(flow, m.node) <= _order(flow, node)]
+    before = [m.layer for m in flow.mixers if node is None or flow.order[m.node] <= flow.order[node]]
     block = before[-1].rpartition(".")[0] if before else ""
     near = {layer for layer in narrowed if layer.rpartition(".")[0] == block}
     flow.whole |= near or narrowed
     return bool(narrowed)
 
 
-def _pin(flow: Flow, decision: Decision, kind: str, node: Node | None, message: str) -> bool:
+def _pin(flow: Flow, decision: Decision, kind: str, trouble: Trouble) -> bool:
     """Hold what caused the trouble in place: the last hard-coded sizes before it, else everything around it."""
-    suspects = [s for s in _suspects(flow, decision) if node is None or _order(flow, s) < _order(flow, node)]
+    node = trouble.node
+    suspects = [s for s in _suspects(flow, decision) if node is None or flow.order[s] < flow.order[node]]
     if suspects:
         # Blocks of one class repeat the same line: hold all of them at once.
         for suspect in suspects:
@@ -86,12 +114,12 @@ def _pin(flow: Flow, decision: Decision, kind: str, node: Node | None, message: 
         return True
     if _pin_neighbourhood(flow, decision, node):
         return True
-    raise ReplayError(f"the smaller {kind} would not run: {message}")
+    raise ReplayError(f"the smaller {kind} would not run: {trouble.message}")
 
 
 def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> bool:
     """Hold the inputs of all layers around the trouble, going up the module tree until something is held."""
-    mixers = flow.mixers if node is None else [m for m in flow.mixers if _order(flow, m.node) <= _order(flow, node)]
+    mixers = flow.mixers if node is None else [m for m in flow.mixers if flow.order[m.node] <= flow.order[node]]
     where = mixers[-1].layer if mixers else ""
     while True:
         where = where.rpartition(".")[0]
@@ -104,25 +132,21 @@ def _pin_neighbourhood(flow: Flow, decision: Decision, node: Node | None) -> boo
             return bool(cut)
 
 
-def _first_trouble(
-    flow: Flow, decision: Decision, large: list[Event], small: list[Event]
-) -> tuple[Node | None, str] | None:
+def _first_trouble(flow: Flow, decision: Decision, large: list[Event], small: list[Event]) -> Trouble | None:
     """The first layer around which the small model does something else than the large one; None if all is well."""
     last: Node | None = None
     for wanted, got in itertools.zip_longest(large, small):
         if wanted is None or got is None or wanted.what != got.what:
-            return _next_mixer(flow, last), str(got or "it stops early")
+            return Trouble(_next_mixer(flow, last), str(got or "it stops early"))
         if wanted.mixer is not None:
             last = wanted.mixer.node
             shape = _predicted(decision, wanted.mixer.output)
-            if got.shape != shape:
-                return last, f"{wanted.mixer.layer} gives {got.shape}, not {shape}"
+            if got.shape != shape and not _flattened(got.shape, shape):
+                return Trouble(last, f"{wanted.mixer.layer} gives {got.shape}, not {shape}")
     return None
 
 
-def _wrong_split(
-    flow: Flow, decision: Decision, large: list[Event], small: list[Event]
-) -> tuple[Node | None, str] | None:
+def _wrong_split(flow: Flow, decision: Decision, large: list[Event], small: list[Event]) -> Trouble | None:
     """A view that takes the channel axis apart may let another part shrink than predicted, and permute channels."""
     apart = [node for node, state in flow.splits if not decision.kept[state.labels].all()]
     apart += [node for node, labels, _ in flow.parts if not decision.kept[labels].all()]
@@ -131,10 +155,8 @@ def _wrong_split(
         wanted = [_predicted_parts(flow, decision, node) for node in alike]
         got = [b.shape for a, b in zip(large, small, strict=True) if _kind(str(a.what[0])) == kind and a.shape == shape]
         if wanted != got:
-            for node in apart:
-                if _kind_and_shape(node) == (kind, shape):
-                    flow.wall(node, [flow.reads(node, source) for source in node.all_input_nodes], "it splits channels")
-            return None, f"a {kind} to {shape} became {got}, not {wanted}"
+            splits = tuple(node for node in apart if _kind_and_shape(node) == (kind, shape))
+            return Trouble(None, f"a {kind} to {shape} became {got}, not {wanted}", splits)
     return None
 
 
@@ -189,7 +211,7 @@ def _next_mixer(flow: Flow, at: Node | None) -> Node | None:
     nodes = [mixer.node for mixer in flow.mixers]
     if at is None:
         return nodes[0] if nodes else None
-    later = [node for node in nodes if _order(flow, node) > _order(flow, at)]
+    later = [node for node in nodes if flow.order[node] > flow.order[at]]
     return later[0] if later else None
 
 
@@ -209,9 +231,3 @@ def _suspects(flow: Flow, decision: Decision) -> list[Node]:
 def _signature(node: Node) -> tuple[str, ...]:
     stack = node.meta.get("nn_module_stack") or {}
     return (op_name(node), *(str(kind) for _, kind in list(stack.values())[-1:]))
-
-
-def _order(flow: Flow, node: Node) -> int:
-    if not hasattr(flow, "_node_order"):
-        flow._node_order = {n: i for i, n in enumerate(flow.graph.nodes)}  # type: ignore[attr-defined]
-    return int(flow._node_order[node])  # type: ignore[attr-defined]

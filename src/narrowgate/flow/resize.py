@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.layers import index_
 from narrowgate.flow.multihead import Widen, index_attention_
+from narrowgate.swap import is_conv1d
 
 
 def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) -> None:
@@ -32,6 +33,8 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
             module.out_channels = outputs * module.groups if module.transposed else outputs
         elif isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
+        elif is_conv1d(module):
+            module.nx, module.nf = module.weight.shape
         elif isinstance(module, _NormBase):
             vector = module.weight if module.weight is not None else module.running_mean
             module.num_features = module.num_features if vector is None else len(vector)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from narrowgate.flow import attention, mixing, movement, normalising, pointwise, splits
+from narrowgate.flow import attention, mixing, movement, normalising, pointwise, pooling, products, splits
 from narrowgate.flow.analysis import Flow
-from narrowgate.flow.spread import following
+from narrowgate.flow.following import following
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
-    **following({**pointwise.RULES, **movement.RULES, **splits.RULES, **normalising.RULES}),
+    **following({**pointwise.RULES, **movement.RULES, **splits.RULES, **pooling.RULES, **normalising.RULES}),
     **mixing.RULES,
+    **products.RULES,
     **attention.RULES,
 }

@@ -38,7 +38,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
         cuts[edit.bias] = Cut((len(mixer.output.labels),), {0: own_out.tolist()})
     gather = np.searchsorted(stream_in, own_in).tolist() if gathers else None
     scatter = ([] if dead else np.searchsorted(stream_out, own_out).tolist()) if scatters else None
-    constants = np.nan_to_num(mixer.output.values[stream_out], nan=0.0)  # a dead channel may be anything
+    constants = np.nan_to_num(mixer.stand_in[stream_out], nan=0.0)  # a dead channel may be anything
     fill = constants.tolist() if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist()) and not dead}
     new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
@@ -70,7 +70,8 @@ def _own_inputs(flow: Flow, mixer: Mixer, edit: Edit, stream: Labels) -> tuple[L
     if folds(flow, mixer):
         dropped = flow.constants == "drop"
         folded = {} if dropped else {int(i): float(values[i]) for i in np.flatnonzero(constant)}
-        edit = dataclasses.replace(edit, folded=folded)
+        sums = {column: constant for column, (_, constant) in mixer.merged.items()}
+        edit = dataclasses.replace(edit, folded=folded | sums)
         reads = varying
     else:
         reads = varying | constant

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from narrowgate.flow.cuts import Cut
 from narrowgate.flow.multihead import Widen
 from narrowgate.flow.pointwise import POINTWISE
 from narrowgate.flow.splits import kind_of_split
-from narrowgate.flow.trace import ExampleInputs, call_arguments
+from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
 
 # PyTorch's own layers that keep shapes and make no numbers of them: skipped, which halves the time.
 _SHAPE_KEEPING = (
@@ -59,7 +58,7 @@ def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
             memo.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
         for name, buffer in model.named_buffers(remove_duplicate=False):
             memo.setdefault(id(buffer), _empty(buffer, cuts.get(name), device))
-    return copy.deepcopy(model, memo)
+    return copy_structure(model, memo)
 
 
 def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, device: str) -> list[Event]:

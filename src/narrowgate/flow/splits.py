@@ -1,4 +1,4 @@
-"""Rules for code that takes parts of a tensor: chunk, split, slices.
+"""Rules for code that takes parts of a tensor: chunk, split, slices, and the gated linear unit.
 
 Equal parts may shrink as long as they stay equal: ``x.chunk(2, 1)`` cuts wherever the middle is. Whether the code says
 "half" or "64" is not in the graph; the replay finds out, and what is written as a number stays.
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.movement import arg, put_moved, shape_of
-from narrowgate.flow.state import PINNED, Labels, State, labelled, unlabelled
+from narrowgate.flow.state import PINNED, Labels, Mask, State, labelled, unlabelled
 from narrowgate.flow.trace import op_name
 
 _NAMES = {"split_with_sizes": "split", "chunk": "split", "split": "split", "slice": "slice", "narrow": "slice"}
@@ -138,6 +139,27 @@ def _slice_channels(flow: Flow, node: Node, state: State, positions: Labels) -> 
         put_moved(flow, node, state.axis, positions[:, None], pin=True)
 
 
+def glu(flow: Flow, node: Node) -> None:
+    """The first half times the sigmoid of the second: channel i is made of two, which stay or go together."""
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    dim = int(arg(node, 1, "dim", -1)) % len(state.shape)
+    on_channels = state.axis == dim
+    count = len(state.labels) // 2 if on_channels else len(state.labels)
+    first, second = (state.values[:count], state.values[-count:])
+    known = torch.from_numpy(np.concatenate([first, second])).to(node.meta["val"].dtype)
+    values = np.where(first == 0, 0.0, torch.nn.functional.glu(known, 0).double().numpy())
+    if on_channels:
+        flow.tie(state.labels[:count], state.labels[count:])
+    result = State(shape_of(node), state.axis, state.labels[:count], values)
+
+    def backward(live: Mask) -> None:
+        needed = live & result.varies
+        flow.mark(read, np.concatenate([needed, needed]) if on_channels else needed)
+
+    flow.put(node, result, backward)
+
+
 def _parts_shrink_alike(flow: Flow, node: Node, labels: Labels, size: int) -> None:
     if (labels != PINNED).any():
         flow.equal_counts.append(labels.reshape(-1, size))
@@ -148,4 +170,5 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("split split_with_sizes chunk unbind".split(), split),
     **dict.fromkeys("select slice narrow".split(), take),
     **dict.fromkeys("flip roll".split(), turn),
+    "glu": glu,
 }

@@ -67,12 +67,14 @@ def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
         bias = tensors[edit.bias].detach().double() if edit.bias else weight.new_zeros(weight.shape[1 - axis]).double()
         if edit.folded:
             bias = bias + _contribution(weight, edit)
-        if edit.carrier is not None or edit.rows:
+        if edit.carrier is not None or edit.rows or edit.merged:
             edited[edit.weight] = weight = weight.clone()
         if edit.carrier is not None:
             part, ratios = _columns(weight, axis, edit.carried)
             target = weight.select(axis, edit.carrier)
             target.copy_(target.double() + part.movedim(axis, -1) @ ratios)
+        if edit.merged:
+            _merge_(weight, edit.merged)
         if edit.rows:
             rows = torch.tensor(list(edit.rows), dtype=torch.long, device=weight.device)
             weight.index_fill_(1 - axis, rows, 0.0)
@@ -89,10 +91,21 @@ def _columns(weight: Tensor, axis: int, numbers: dict[int, float]) -> tuple[Tens
     return part, part.new_tensor(list(numbers.values()))
 
 
+def _merge_(weight: Tensor, merged: dict[int, dict[int, float]]) -> None:
+    """Add the weights of input channels that are sums of others to those others' and set them to zero."""
+    gone = torch.tensor(list(merged), device=weight.device)
+    others = sorted({other for factors in merged.values() for other in factors})
+    table = [[factors.get(other, 0.0) for other in others] for factors in merged.values()]
+    share = weight.index_select(1, gone).double().movedim(1, -1) @ weight.new_tensor(table, dtype=torch.float64)
+    places = torch.tensor(others, device=weight.device)
+    weight.index_copy_(1, places, (weight.index_select(1, places).double() + share.movedim(-1, 1)).to(weight.dtype))
+    weight.index_fill_(1, gone, 0.0)
+
+
 def _contribution(weight: Tensor, edit: Edit) -> Tensor:
     """What the folded constants add to each output channel."""
     if edit.groups == 1:
-        part, constants = _columns(weight, 1, edit.folded)
+        part, constants = _columns(weight.transpose(0, 1) if edit.transposed else weight, 1, edit.folded)
         return part.flatten(2).sum(2) @ constants if part.dim() > 2 else part @ constants
     taps = weight.double().reshape(edit.groups, -1, weight.shape[1], weight[0, 0].numel()).sum(3)
     constants = taps.new_zeros(edit.groups * weight.shape[1])
@@ -146,5 +159,6 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     for name, edit in plan.edits.items():
         rows, columns = tensors[name].shape[:2] if not edit.transposed else tensors[name].shape[1::-1]
         reach = [*edit.folded, *edit.carried, *([] if edit.carrier is None else [edit.carrier])]
+        reach += [other for factors in edit.merged.values() for other in factors]
         if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
             raise PlanError(f"the plan edits channels that {name!r} of {kind} does not have; plan again")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +91,19 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     seen: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: seen.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def copy_structure(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
+    """A deep copy in which some objects, by id, are replaced by others.
+
+    Every module has a dozen empty tables of hooks, and copying those is most of the work: they are made here.
+    """
+    memo = dict(replaced)
+    for module in model.modules():
+        for value in vars(module).values():
+            if type(value) in (dict, set, OrderedDict) and not value:
+                memo[id(value)] = type(value)()
+    return copy.deepcopy(model, memo)
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

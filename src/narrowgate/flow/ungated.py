@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.batched import forget_prepared_gates_
+from narrowgate.direct import forget_reader_
 from narrowgate.flow.analysis import ClosedGates
 from narrowgate.flow.state import Mask
-from narrowgate.flow.trace import TraceError
+from narrowgate.flow.trace import TraceError, copy_structure
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate
 
@@ -36,7 +36,7 @@ def share_copy(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
     try:
-        return copy.deepcopy(model, memo)
+        return copy_structure(model, memo)
     except RuntimeError as error:
         raise TraceError(
             f"{type(model).__name__} can't be copied: {str(error).splitlines()[0]}. If torch.nn.utils.prune made a "
@@ -49,6 +49,7 @@ def ungated(model: nn.Module) -> nn.Module:
     plain = share_copy(model)
     for module in plain.modules():
         forget_prepared_gates_(module)
+        forget_reader_(module)
         if not has_gate(module):
             continue
         if isinstance(module, GatedLayer):

@@ -39,6 +39,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within the tolerance."""
         return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:

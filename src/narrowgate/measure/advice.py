@@ -5,6 +5,7 @@ from __future__ import annotations
 from narrowgate.measure.timings import Latency, Timing
 
 _SMALL_BATCH = 8
+_NEAR = 0.05  # shares of time and of activations that are alike
 
 
 def advice(result: Latency) -> list[str]:
@@ -32,6 +33,42 @@ def advice(result: Latency) -> list[str]:
     if len(lines) == 1:
         lines.append("Nothing in the network explains it: compare on an idle machine, with more --rounds.")
     return lines
+
+
+def reason(result: Latency, timing: Timing) -> str:
+    """Why a network saves less time than multiply-adds in one way of running: the first cause that the numbers show."""
+    if result.indexed_layers:
+        return f"index operations: {result.indexed_layers} layers pick their channels"
+    if fixed := _fixed_costs(result, timing):
+        return fixed
+    was, now = result.activations
+    if was and result.multiply_adds_left < now / was and timing.ratio.median <= now / was + _NEAR:
+        return f"bandwidth-bound: {now / was:.0%} of the activations are left to be moved"
+    if timing.device == "cuda" and result.odd_widths:
+        return f"odd widths: {result.odd_widths} layers are no multiple of 8 wide"
+    rate = result.multiply_adds_left / timing.ratio.median
+    return f"less efficient kernels: narrower layers do {rate:.0%} as many multiply-adds a second"
+
+
+def _fixed_costs(result: Latency, timing: Timing) -> str:
+    """What shows that time hardly depends on the amount of work: the next batch size takes little longer, or less."""
+    alike = sorted((t for t in result.timings if (t.device, t.mode) == (timing.device, timing.mode)), key=_batch)
+    others = [t for t in alike if t.batch > timing.batch] or [t for t in alike[::-1] if t.batch < timing.batch]
+    if not others:
+        return ""
+    less, more = sorted((timing, others[0]), key=_batch)
+    times, images = more.after.median / less.after.median, more.batch / less.batch
+    if times > images**0.5:
+        return ""
+    shown = f"{images:.3g} times the batch takes {times:.1f} times as long"
+    graphs = [t for t in result.timings if t.mode == "graph" and t.batch == timing.batch]
+    if timing.mode != "graph" and graphs and graphs[0].after.median < 0.7 * timing.after.median:
+        return f"launch-bound: a CUDA graph takes {graphs[0].after.median / timing.after.median:.0%} of this; {shown}"
+    return f"fixed costs of each layer: {shown}"
+
+
+def _batch(timing: Timing) -> int:
+    return timing.batch
 
 
 def _larger_batches(result: Latency, not_faster: list[Timing]) -> list[str]:

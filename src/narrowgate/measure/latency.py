@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ def latency(
     precision: str | None = None,
     rounds: int = 30,
     seconds: float = 5.0,
+    progress: Callable[[Latency], None] | None = None,
 ) -> Latency:
     """Time two networks in turns, in eval mode, on copies; what can't be run here is listed with the reason.
 
@@ -50,34 +52,31 @@ def latency(
         precision: ``32`` or ``bf16``; by default float32 on a CPU and bfloat16, channels last, on a GPU.
         rounds: each runs both networks once, the order changes from round to round.
         seconds: stop early, after at least 5 rounds, when a way of running and a batch size have taken this long.
+        progress: called with what there is so far, each time that a way of running and a batch size are done.
     """
     _check(devices, modes, batches, precision, rounds)
-    timings: list[Timing] = []
-    missing: list[Missing] = []
     chosen = {device: precision or ("bf16" if device == "cuda" else "32") for device in devices}
+    found = _counted(before, after, example, chosen)
     for device in devices:
         wanted = [mode for mode in MODES[device] if modes is None or mode in modes]
         if why := device_or_why_not(device):
-            missing += [Missing(device, mode, why) for mode in wanted]
+            found = replace(found, missing=(*found.missing, *(Missing(device, mode, why) for mode in wanted)))
             continue
         pair = [_placed(model, device, PRECISIONS[chosen[device]]) for model in (before, after)]
         x = _moved(example[:1], device, PRECISIONS[chosen[device]])
         for mode in wanted:
             try:
-                timings += _time_mode(pair, x, device, mode, batches, rounds, seconds)
+                for timing in _time_mode(pair, x, device, mode, batches, rounds, seconds):
+                    found = replace(found, timings=(*found.timings, timing))
+                    if progress is not None:
+                        progress(found)
             except UnavailableError as error:
-                missing.append(Missing(device, mode, str(error)))
-    return _result(before, after, example, chosen, timings, missing)
+                found = replace(found, missing=(*found.missing, Missing(device, mode, str(error))))
+    return found
 
 
-def _result(
-    before: nn.Module,
-    after: nn.Module,
-    example: Tensor,
-    precisions: dict[str, str],
-    timings: list[Timing],
-    missing: list[Missing],
-) -> Latency:
+def _counted(before: nn.Module, after: nn.Module, example: Tensor, precisions: dict[str, str]) -> Latency:
+    """All that is known before anything is timed."""
     was, now = summarize(before, example), summarize(after, example)
     return Latency(
         model=was.model,
@@ -90,8 +89,9 @@ def _result(
         parameters=(was.parameters, now.parameters),
         indexed_layers=sum(isinstance(module, IndexedLayer) for module in after.modules()),
         odd_widths=sum(_width(layer) % 8 != 0 for _, layer in layers_of(after)[:-1]),
-        timings=tuple(timings),
-        missing=tuple(missing),
+        timings=(),
+        missing=(),
+        activations=(was.activations, now.activations),
     )
 
 

@@ -71,6 +71,8 @@ class Latency:
     odd_widths: int
     timings: tuple[Timing, ...]
     missing: tuple[Missing, ...]
+    activations: tuple[int, int] = (0, 0)
+    """Zeros where an older measurement did not count them."""
 
     @property
     def multiply_adds_left(self) -> float:
@@ -88,8 +90,8 @@ class Latency:
             data = json.loads(text)
             if data.pop("format") != 1:
                 raise ValueError("unknown format")
-            for key in ("multiply_adds", "parameters"):
-                data[key] = tuple(data[key])
+            for key in ("multiply_adds", "parameters", "activations"):
+                data[key] = tuple(data.get(key, (0, 0)))
             data["timings"] = tuple(Timing(**_spreads(row)) for row in data["timings"])
             data["missing"] = tuple(Missing(**row) for row in data["missing"])
             return cls(**data)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgate.atomic import surviving_folder
-from narrowgate.flow.plan import Plan
+from narrowgate.flow.plan import Plan, walls_by_kind
 from narrowgate.measure.timings import Latency
 from narrowgate.report.data import (
     COLUMNS,
@@ -26,10 +26,10 @@ from narrowgate.report.data import (
 )
 from narrowgate.reproduce.record import WHAT
 from narrowgate.storage import META, PLAN
-from narrowgate.train.engine import RECIPE, SMALL
-from narrowgate.train.finish import RESULT
-from narrowgate.train.log import GATES, METRICS
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import GATES, METRICS, RECIPE, RESULT, SMALL
+
+_REMEDY = f"copy the run again, or delete its {RESULT} and let narrowgate train ... --resume end it again"
 
 
 def read_folder(folder: Path) -> RunData:
@@ -65,16 +65,13 @@ def read_folder(folder: Path) -> RunData:
             recipe=recipe.to_toml(),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError(f"{folder} can't be read as a run ({type(error).__name__}: {error})") from error
+        raise ReportError(f"{folder} can't be read as a run ({type(error).__name__}: {error}): {_REMEDY}") from error
 
 
 def plan_parts(plan: Plan | None) -> dict[str, Any]:
     """What the page shows of a plan: layers, constants and walls."""
     if plan is None:
         return {"layers": [], "constants": [], "walls": [], "has_plan": False}
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for wall in plan.walls:
-        kinds.setdefault((wall.op, wall.why), []).append(wall.layer)
     met = [
         Constants(edit.layer, len(edit.folded), len(edit.carried), sum(value != 0 for value in edit.rows.values()))
         for edit in plan.edits.values()
@@ -82,7 +79,7 @@ def plan_parts(plan: Plan | None) -> dict[str, Any]:
     return {
         "layers": [Layer(row.layer, row.total, row.kept, row.used, row.why) for row in plan.rows],
         "constants": [entry for entry in met if entry.folded or entry.carried or entry.rows],
-        "walls": [WallKind(op, why, tuple(layers)) for (op, why), layers in kinds.items()],
+        "walls": [WallKind(op, why, tuple(layers)) for (op, why), layers in walls_by_kind(plan.walls).items()],
         "has_plan": True,
     }
 
@@ -155,7 +152,7 @@ def _plan(path: Path) -> Plan | None:
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"{path}: {error}") from error
+        raise ReportError(f"{path}: {error}: {_REMEDY}") from error
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -175,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error})") from error
+        raise ReportError(f"{path} is not JSON ({error}): {_REMEDY}") from error
     if not isinstance(value, dict):
         raise ReportError(f"{path} holds a {type(value).__name__}, not an object")
     return value

@@ -17,10 +17,9 @@ from narrowgate.gateset import Gates, gates_of
 from narrowgate.reproduce.record import RecordError
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import load_data
-from narrowgate.train.engine import CHECKPOINTS, RECIPE
 from narrowgate.train.feed import Place, held_out_batches
-from narrowgate.train.finish import RESULT
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import CHECKPOINTS, RECIPE, RESULT
 from narrowgate.train.setup import build
 from narrowgate.train.shrink import Shrinker
 from narrowgate.train.state import load_model_

@@ -13,11 +13,9 @@ from typing import Any
 
 from narrowgate.atomic import replace_file
 from narrowgate.storage import META, PLAN
-from narrowgate.train.engine import RECIPE, SMALL
-from narrowgate.train.finish import RESULT
-from narrowgate.train.log import METRICS
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.recipe.toml import write_value
+from narrowgate.train.run_folder import METRICS, RECIPE, RESULT, SMALL
 
 WHAT = "a run of narrowgate train"
 _COLUMNS = {  # of metrics.jsonl, each with its digits after the point; None: significant digits
@@ -47,8 +45,8 @@ def collect(folder: str | Path, base: Path | None = None) -> dict[str, Any]:
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
     recipe = Recipe.load(folder / RECIPE)
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    (result,) = _objects(folder / RESULT, lines=False)
+    rows = _objects(folder / METRICS, lines=True)
     tables = recipe.tables()
     tables["data"] = {**tables["data"], "path": ""}  # where it lay is nobody's business
     finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
@@ -116,7 +114,7 @@ def _outcome(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _architecture(path: Path) -> dict[str, Any]:
     """Channels kept and there before, by layer; the same for the inputs of linear layers that lost some."""
-    plan = json.loads(path.read_text(encoding="utf-8"))
+    (plan,) = _objects(path, lines=False)
     inputs = {
         name.removesuffix(".weight"): [len(cut["keep"]["1"]), cut["shape"][1]]
         for name, cut in plan["cuts"].items()
@@ -127,8 +125,17 @@ def _architecture(path: Path) -> dict[str, Any]:
 
 def _versions(path: Path) -> dict[str, str]:
     """Of the process that trained, which wrote them beside the small network."""
-    meta = json.loads(path.read_text(encoding="utf-8"))
+    (meta,) = _objects(path, lines=False)
     return {name: meta[name] for name in ("narrowgate", "torch")}
+
+
+def _objects(path: Path, *, lines: bool) -> list[dict[str, Any]]:
+    """The JSON object in a file, or those on its lines."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return [dict(json.loads(part)) for part in (text.splitlines() if lines else [text])]
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged ({error}): copy the run again") from error
 
 
 def _rounded(value: float | None, digits: int | None) -> float | int | None:

@@ -27,6 +27,9 @@ _RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the st
 _LOOKS = (10, 30)  # how often to plan in a run that is as long: while no gates are closed by hand, and while some are
 _MANY = 0.02  # which share of gates closing by themselves calls for a plan at once
 _ROUGH = 0.02  # near enough on the way
+# No layer loses more than the other half of its open gates at one look, if the target can be met like that: sizes of
+# gates compare badly between layers, whose weights make up for small gates, and one channel is a bottleneck.
+_SPARED = 0.5
 _WIDE_OPEN = 3.0  # log alpha of a hard-concrete gate that is open in almost every sample
 _TRIES = 12  # to come nearer to the target than the order of the gates allows
 _STATE = {name.lstrip("_"): name for name in "_original _strength _goal _open _start _last _held _before".split()}
@@ -53,7 +56,8 @@ class Budget:
     moved so that it comes to zero when ``arrive`` of the epochs are done. Before that, from three sevenths of that time
     on, the smallest gates are closed in steps as well, at first many and then few, so that the network gets used to its
     size. Then the target is met whatever the gates are, the penalty ends, and the target is held: gates that close are
-    opened again, gates that open are closed. Each layer keeps its largest gate.
+    opened again, gates that open are closed. Each layer keeps its largest gate, and the larger half of its open ones at
+    any one time if the target can be met like that.
 
     Args:
         target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
@@ -178,16 +182,31 @@ class Budget:
         closed = self._search(ranks, known, self.target, TOLERANCE if meet else _ROUGH)
         self._goal = ranks.count - closed
         if meet:
+            ranks, known, closed = self._gently(ranks, known, closed)
             closed = self._come_nearer(ranks, known, closed)
+        elif self.left < (due := self._due(epoch)) + _ROUGH:
+            closed = ranks.closed
         else:
-            stage = min(1.0, max(0.0, ((epoch + 1) / (self.arrive * self.epochs) - _BEGIN) / (1 - _BEGIN)))
-            due = 1 - (1 - self.target) * (1 - (1 - stage) ** 3)
-            closed = ranks.closed if self.left < due + _ROUGH else self._search(ranks, known, due, _ROUGH)
+            ranks, known = ranks.sparing(_SPARED), {ranks.closed: self.left}
+            closed = self._search(ranks, known, due, _ROUGH)
         ranks.close_(closed)
         self.left, self._open = known[closed], ranks.count - closed
         if meet:
             self._held = Ranking(self._modules, self._before, self.threshold).digest
             self._rest_()
+
+    def _due(self, epoch: int) -> float:
+        """What should be left by now: at first it falls fast, then slowly."""
+        stage = min(1.0, max(0.0, ((epoch + 1) / (self.arrive * self.epochs) - _BEGIN) / (1 - _BEGIN)))
+        return 1 - (1 - self.target) * (1 - (1 - stage) ** 3)
+
+    def _gently(self, ranks: Ranking, known: dict[int, float], closed: int) -> tuple[Ranking, dict[int, float], int]:
+        """Meet the target without taking more than half of any layer, where that can be."""
+        gentle = ranks.sparing(_SPARED)
+        if closed <= ranks.closed or (least := self._left(gentle, gentle.most)) > self.target + TOLERANCE:
+            return ranks, known, closed
+        known = {gentle.closed: self.left, gentle.most: least}
+        return gentle, known, self._search(gentle, known, self.target, TOLERANCE)
 
     def _search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
         return nearest(lambda closed: self._left(ranks, closed), target, known, ranks.most, tolerance)

@@ -17,9 +17,10 @@ from narrowgate.storage import save as save_small
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
 from narrowgate.train.feed import Place
-from narrowgate.train.finish import RESULT, Result, prune
+from narrowgate.train.finish import Result, prune
 from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.resume import restore, save
+from narrowgate.train.run_folder import CHECKPOINTS, RECIPE, RESULT, SMALL
 from narrowgate.train.setup import Parts, make_optimizer
 from narrowgate.train.show import Show
 from narrowgate.train.training import Size, Training
@@ -28,8 +29,6 @@ from narrowgate.train.watch import TrainingError
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from rich.console import Console
-
-RECIPE, CHECKPOINTS, SMALL = "recipe.toml", "checkpoints", "small"
 
 
 def run(
@@ -83,7 +82,7 @@ def _finish(training: Training, folder: Path) -> Result:
     recipe, parts, place, started = training.recipe, training.parts, training.place, time.perf_counter()
     earlier = None if training.shrinker is None else training.shrinker.plan
     gated = training.accuracy(parts.model, "test")
-    closed = 0.0 if training.shrinker is None else training.shrinker.closed_fraction()  # without the threshold's
+    closed = training.closed_fraction()  # without the threshold's
     full = training.full.parameters
     pruned = prune(parts.model, parts.gates, recipe, training.example, full, earlier, training.team.agree)
     size = Size.of(pruned.small, training.example)
@@ -108,6 +107,8 @@ def _finish(training: Training, folder: Path) -> Result:
         device=_name_of(place.device),
         processes=place.world,
         recipe_digest=recipe.digest(),
+        classes=training.data.classes,
+        image_shape=training.data.image_shape,
     )
     if place.rank == 0:
         save_small(pruned.small, pruned.plan, folder / SMALL)

@@ -17,9 +17,12 @@ from narrowgate.flow import Plan, Verification, compact, plan, verify
 from narrowgate.flow.compose import compose
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import Gates
+from narrowgate.rivals.wiring import rescale_
+from narrowgate.train.ranking import close_smallest_
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import RESULT
+from narrowgate.weights import StorageError
 
-RESULT = "result.json"
 _LINEAR_THRESHOLD = 1e-4
 
 
@@ -56,6 +59,9 @@ class Result:
     device: str
     processes: int
     recipe_digest: str
+    classes: int | None = None
+    """None in files written before this was kept, as is the next."""
+    image_shape: tuple[int, int, int] | None = None
 
     @property
     def pruned(self) -> float:
@@ -70,9 +76,16 @@ class Result:
     @classmethod
     def load(cls, folder: Path) -> Result:
         """The result of a finished run."""
-        data = json.loads((folder / RESULT).read_text())
-        data.pop("pruned")
-        return cls(**data)
+        path = folder / RESULT
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            data.pop("pruned")
+            shape = data.pop("image_shape", None)
+            return cls(**data, image_shape=None if shape is None else tuple(shape))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(
+                f"{path} is damaged ({error}): delete it, and narrowgate train ... --resume writes it again"
+            ) from error
 
 
 def threshold_of(recipe: Recipe) -> float:
@@ -96,9 +109,13 @@ def prune(
     ``earlier`` is what was removed during training; the plan that comes back is for the full-size network. ``agree``
     gives all processes the plan of one: the auto layout goes by times that each of them measures.
     """
+    if recipe.gates.rescale != 1:
+        rescale_(model, example, 1 / recipe.gates.rescale)
     closed = 0
     if gates is not None and (threshold := threshold_of(recipe)) > 0:
         closed = gates.close_below_(threshold)
+    if gates is not None and recipe.finish.close > 0:
+        closed += close_smallest_(gates, recipe.finish.close, recipe.finish.per_layer)
     if recipe.shrink.when == "off":
         return Pruned(*_whole(model, full_size), None, closed)
     part = recipe.shrink

@@ -13,11 +13,11 @@ import torch
 
 from narrowgate.atomic import replace_file
 from narrowgate.gateset import Gates
+from narrowgate.train.run_folder import GATES, METRICS, TENSORBOARD
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, GATES, TENSORBOARD = "metrics.jsonl", "gates.jsonl", "tensorboard"
 _HISTOGRAMS = 20  # of each layer's gates, over a run, for TensorBoard
 _SNAPSHOTS = 30  # the same in gates.jsonl
 # Three bins a decade from 1e-8, just below the smallest value of an open exponential gate in float32, to 1, and one

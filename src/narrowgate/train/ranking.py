@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 
 from narrowgate.gates import Gate, HardConcreteGate
+from narrowgate.gateset import Gates
 
 
 class Ranking:
     """The gates in the order in which they would close: closed ones first, by what they were an epoch ago.
 
-    The largest gate of each layer comes last of all and is never closed, unless it was closed an epoch ago already.
+    The largest gates of each layer come last of all and are never closed, unless they were closed an epoch ago already:
+    the largest one, or ``spared_share`` of those that are open.
     """
 
-    def __init__(self, gates: list[Gate], before: list[list[float]], threshold: float) -> None:
-        self.gates = gates
+    def __init__(
+        self, gates: list[Gate], before: list[list[float]], threshold: float, spared_share: float = 0.0
+    ) -> None:
+        self.gates, self._threshold = gates, threshold
         self.open: list[Tensor] = []  # what each gate is set to if it stays, or is opened again
         sizes, keys, spared, shut = [], [], [], []
         for gate, numbers in zip(gates, before, strict=True):
@@ -33,7 +37,7 @@ class Ranking:
             self.open.append(torch.where(closed, past, now))
             sizes.append(size)
             keys.append(key)
-            spared.append((torch.arange(len(key)) == key.argmax()) & (key > 0))
+            spared.append(_largest(key, max(1, math.ceil(spared_share * int((size > 0).sum())))))
             shut.append(closed)
         self.size = torch.cat(sizes)
         self.count = len(self.size)
@@ -41,6 +45,10 @@ class Ranking:
         self.digest = hashlib.sha256(torch.cat(shut).numpy().tobytes()).hexdigest()
         self.most = self.count - int(torch.cat(spared).sum())
         self.order = torch.argsort(torch.cat(keys).masked_fill(torch.cat(spared), math.inf), stable=True)
+
+    def sparing(self, share: float) -> Ranking:
+        """The same gates, of which this share of each layer's open ones can't be closed."""
+        return Ranking(self.gates, [g.tolist() for g in self.open], self._threshold, share)
 
     def nth_largest(self, number: int) -> float:
         """The size of the smallest gate among this many of the largest; 0 where it is closed."""
@@ -61,6 +69,28 @@ class Ranking:
         for gate, mask, open_ in zip(self.gates, torch.split(closing, sizes), self.open, strict=True):
             gate.g.copy_(open_.to(gate.g).view_as(gate.g))
             gate.close_(mask.to(gate.g.device).view_as(gate.g))
+
+
+def _largest(key: Tensor, count: int) -> Tensor:
+    """Which of a layer's keys are among this many of the largest, those at 0 left out."""
+    chosen = torch.zeros(len(key), dtype=torch.bool)
+    chosen[torch.argsort(key, descending=True, stable=True)[:count]] = True
+    return chosen & (key > 0)
+
+
+def close_smallest_(gates: Gates, share: float, per_layer: bool = False) -> int:
+    """Close the smallest gates until this share of all is closed, or of each layer's; return how many that closed.
+
+    Closed gates count, and each layer keeps its largest.
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"the share of gates to close must be 0 or more and below 1, got {share!r}")
+    modules = gates.modules()
+    before = sum(int((gate.final_value() == 0).sum()) for gate in modules)
+    for members in [[gate] for gate in modules] if per_layer else [modules]:
+        ranks = Ranking(members, [gate.g.detach().flatten().tolist() for gate in members], 0.0)
+        ranks.close_(min(max(round(share * ranks.count), ranks.closed), ranks.most))
+    return sum(int((gate.final_value() == 0).sum()) for gate in modules) - before
 
 
 def _size(gate: Gate, g: Tensor) -> Tensor:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgate import models
-from narrowgate.attach import attach_gates_
 from narrowgate.gateset import Gates
 from narrowgate.penalties import Penalty
+from narrowgate.rivals.apg import ApgSgd
+from narrowgate.rivals.filters import Filters
 from narrowgate.train.budget import Budget
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place
 from narrowgate.train.finish import threshold_of
-from narrowgate.train.recipe import Recipe, RecipeError
+from narrowgate.train.gating import attach, weights_of
+from narrowgate.train.recipe import Recipe
 from narrowgate.train.shrink import Shrinker
 
 
@@ -42,34 +43,28 @@ def build(recipe: Recipe, classes: int, image_shape: tuple[int, int, int], devic
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)
     model.train()
-    gates = _attach(recipe, model)
+    example = torch.zeros(2, *image_shape, device=device)
+    gates = attach(recipe, model, example)
     penalty = None
     if gates is not None and (recipe.penalty.strength or recipe.budget.target):
         penalty = Penalty(
-            gates, recipe.penalty.kind, recipe.strength_schedule(), recipe.sigma_schedule(), recipe.penalty.p
+            gates,
+            recipe.penalty.kind,
+            recipe.strength_schedule(),
+            recipe.sigma_schedule(),
+            recipe.penalty.p,
+            weights_of(recipe, model, gates, example),
         )
-    return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device))
-
-
-def _attach(recipe: Recipe, model: nn.Module) -> Gates | None:
-    part = recipe.gates
-    if part.kind == "none":
-        return None
-
-    def chosen(name: str, module: nn.Module) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in part.skip)
-
-    options: dict[str, Any] = {} if part.kind == "linear" else {"placement": part.placement}
-    try:
-        return attach_gates_(model, part.kind, where=chosen, init=part.init, **options)
-    except ValueError as error:
-        raise RecipeError(f"the gates of the recipe don't fit the network: {error}", "gates.kind") from error
+    return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device, penalty))
 
 
 def make_optimizer(
-    recipe: Recipe, model: nn.Module, gates: Gates | None, device: torch.device
+    recipe: Recipe, model: nn.Module, gates: Gates | None, device: torch.device, penalty: Penalty | None = None
 ) -> torch.optim.Optimizer:
-    """Weights in one group and gates in the last, which may have a weight decay and a speed of their own."""
+    """Weights in one group and gates in the last, which may have a weight decay and a speed of their own.
+
+    ``penalty`` is for gates whose steps it is a part of (``penalty.accelerated``).
+    """
     part = recipe.optimizer
     of_gates = {id(g) for g in gates.parameters()} if gates is not None else set()
     weights = [p for p in model.parameters() if id(p) not in of_gates]
@@ -84,6 +79,8 @@ def make_optimizer(
     rate: float | Tensor = torch.tensor(part.lr, device=device) if cuda else part.lr
     if part.kind == "adamw":
         return torch.optim.AdamW(groups, lr=rate, capturable=cuda, fused=True)
+    if penalty is not None and recipe.penalty.accelerated:
+        return ApgSgd(groups, penalty, lr=rate, momentum=part.momentum, nesterov=part.nesterov, fused=True)
     return torch.optim.SGD(groups, lr=rate, momentum=part.momentum, nesterov=part.nesterov, fused=True)
 
 
@@ -96,8 +93,8 @@ def make_feed(recipe: Recipe, data: Data | FolderData, place: Place) -> ArrayFee
 
 
 def make_shrinker(recipe: Recipe, parts: Parts, example: Tensor) -> Shrinker | None:
-    """What cuts the network; None without gates."""
-    if parts.gates is None:
+    """What cuts the network; None without gates, or where these are the filters' own norms."""
+    if parts.gates is None or isinstance(parts.gates, Filters):
         return None
     part = recipe.shrink
     return Shrinker(

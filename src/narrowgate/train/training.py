@@ -15,9 +15,11 @@ from torch import nn
 from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
 from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
+from narrowgate.rivals.apg import ApgSgd
 from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
+from narrowgate.train.fused import FusedNorms, why_not
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
@@ -87,7 +89,7 @@ class Training:
             train_loss=loss,
             train_accuracy=accuracy,
             accuracy=held_out,
-            closed=0.0 if self.shrinker is None else self.shrinker.closed_fraction(),
+            closed=self.closed_fraction(),
             parameters=self.left.parameters,
             multiply_adds=self.left.multiply_adds,
             seconds=seconds,
@@ -96,6 +98,13 @@ class Training:
         )
         self._tell(row)
         return row
+
+    def closed_fraction(self) -> float:
+        """The share of the gates that the network began with that are closed or gone."""
+        if self.shrinker is not None:
+            return self.shrinker.closed_fraction()
+        gates = self.parts.gates
+        return 0.0 if gates is None else sum(int((g.final_value() == 0).sum()) for g in gates.modules()) / gates.count
 
     def _train(self) -> tuple[float, float]:
         self.seed_noise(self.epoch)
@@ -139,7 +148,7 @@ class Training:
         step = Step(
             forward,
             parts.optimizer,
-            parts.penalty,
+            None if isinstance(parts.optimizer, ApgSgd) else parts.penalty,  # which has it in its own steps
             device,
             bf16=recipe.train.precision == "bf16",
             label_smoothing=recipe.train.label_smoothing,
@@ -151,7 +160,16 @@ class Training:
                 self.show.notice(f"steps run without a CUDA graph: {reason}")
             return Loop(step, self.feed)
         assert isinstance(self.feed, ArrayFeed)
+        if not recipe.train.compile and any(isinstance(module, nn.BatchNorm2d) for module in parts.model.modules()):
+            step.forward = self._fused(step.forward)
         return GraphLoop(step, self.feed, self.show.notice)
+
+    def _fused(self, forward: Any) -> Any:
+        """The same forward with norms and activations in one; as it was, with a notice, where that can't be."""
+        if reason := why_not(self.place.device):
+            self.show.notice(f"BatchNorm runs with PyTorch's own kernels: {reason}")
+            return forward
+        return FusedNorms(self.show.notice).around(forward)
 
     def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
         """The share of a split's images that a model gets right."""
@@ -174,6 +192,8 @@ class Training:
         """Shrink and steer; what happened, for the log."""
         self.team.share_buffers_(self.parts.model)
         if self.shrinker is None:
+            if self.parts.gates is not None and self._is_time_to_look():
+                self.left = self._left_after_removal()
             return ""
         event = ""
         self.parts.optimizer.zero_grad(set_to_none=True)  # gradients may lie in the graph's memory
@@ -186,6 +206,8 @@ class Training:
             self.show.notice(str(warning.message))
         if shrunk is not None:
             self._loop = None
+            if self.budget is not None:
+                self.budget.remember()
             self.team.check_same(self.shrinker.digest(), "removed other channels")
             self.left = Size.of(self.parts.model, self.example)
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"

@@ -13,6 +13,7 @@ from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.finish import threshold_of
 from narrowgate.train.log import EpochRow
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import CHECKPOINTS
 
 _NAMED = 3  # layers that a notice lists
 
@@ -39,7 +40,7 @@ class Watch:
         """Raise TrainingError if the epoch's loss is NaN or infinite."""
         if math.isfinite(row.train_loss):
             return
-        recipe, folder = self._recipe, self._folder / "checkpoints"
+        recipe, folder = self._recipe, self._folder / CHECKPOINTS
         epochs = Checkpoints(folder, keep=1).epochs()
         kept = (
             f"the last checkpoint before that, of epoch {epochs[0]}, is in {folder}" if epochs else "nothing is saved"
@@ -81,7 +82,8 @@ class Watch:
         )
 
     def _no_progress(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
-        early, steered = 3 * row.epoch < row.epochs, bool(self._recipe.budget.target)
+        recipe, early = self._recipe, 3 * row.epoch < row.epochs
+        steered = bool(recipe.budget.target) or recipe.finish.close > 0 or recipe.gates.kind.startswith("filter")
         if self._told_no_progress or early or steered or row.strength == 0 or row.closed > 0:
             return ""
         threshold = threshold_of(self._recipe)

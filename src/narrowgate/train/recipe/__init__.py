@@ -1,16 +1,15 @@
 """Recipes: one TOML file says everything about a run."""
 
+from narrowgate.train.recipe.gating import GatesPart, MethodPart, PenaltyPart
 from narrowgate.train.recipe.part import RecipeError
 from narrowgate.train.recipe.parts import (
     BudgetPart,
     CheckpointPart,
     DataPart,
     FinishPart,
-    GatesPart,
     LrPart,
     ModelPart,
     OptimizerPart,
-    PenaltyPart,
     ShrinkPart,
     TrainPart,
 )
@@ -23,6 +22,7 @@ __all__ = [
     "FinishPart",
     "GatesPart",
     "LrPart",
+    "MethodPart",
     "ModelPart",
     "OptimizerPart",
     "PenaltyPart",

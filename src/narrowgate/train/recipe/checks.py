@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from narrowgate.schedules import Schedule
+from narrowgate.train.recipe.gating import GatesPart, PenaltyPart
 from narrowgate.train.recipe.part import Part, RecipeError, kind_of, shown
 from narrowgate.train.recipe.parts import (
     BudgetPart,
     DataPart,
-    GatesPart,
     LrPart,
     OptimizerPart,
-    PenaltyPart,
     TrainPart,
 )
 from narrowgate.train.recipe.values import Scheduled
@@ -27,8 +26,8 @@ def refuse(remedy: str, *keys: tuple[Part, str]) -> RecipeError:
 def check_data(data: DataPart) -> None:
     """Augmentation and size must fit the source."""
     if (data.augment == "imagenet") and data.source != "folder":
-        raise refuse('is for image folders; use "crop-flip" or "none"', (data, "augment"), (data, "source"))
-    if data.augment == "crop-flip" and data.source == "folder":
+        raise refuse('is for image folders; use "crop-flip", "shift" or "none"', (data, "augment"), (data, "source"))
+    if data.augment in ("crop-flip", "shift") and data.source == "folder":
         raise refuse('is for small images in memory; use "imagenet" or "none"', (data, "augment"), (data, "source"))
     if data.size and data.source != "folder":
         raise refuse("only image folders can be resized; leave size at 0", (data, "size"), (data, "source"))

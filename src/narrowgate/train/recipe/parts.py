@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from narrowgate.attach import KINDS as GATES
-from narrowgate.attach import PLACEMENTS
-from narrowgate.penalties import KINDS as PENALTIES
-from narrowgate.schedules import Schedule
+from narrowgate.train.recipe.gating import GatesPart, MethodPart, PenaltyPart
 from narrowgate.train.recipe.part import Part, key
-from narrowgate.train.recipe.values import Flag, Many, Number, Scheduled, Table, Target, Text
+from narrowgate.train.recipe.values import Flag, Many, Number, Table, Target, Text
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,9 @@ class DataPart(Part):
     augment: str = field(
         default="none",
         metadata=key(
-            Text(("none", "crop-flip", "imagenet")),
-            "training images: as they are, padded, cropped and flipped, or resized crops and flips (for `folder`)",
+            Text(("none", "crop-flip", "shift", "imagenet")),
+            "training images: as they are; moved by up to 4 pixels and flipped; moved by up to 2 pixels (digits); or "
+            "resized crops and flips (for `folder`)",
         ),
     )
     validation: int = field(
@@ -51,56 +49,6 @@ class DataPart(Part):
         default=0, metadata=key(Number(0, whole=True), "height and width of images from `folder`; 0 means 224")
     )
     workers: int = field(default=4, metadata=key(Number(0, whole=True), "processes that read images from `folder`"))
-
-
-@dataclass(frozen=True)
-class GatesPart(Part):
-    TABLE = "gates"
-    MEANING = "what decides which channels matter"
-    kind: str = field(
-        default="exponential", metadata=key(Text((*GATES, "none")), "the kind of gate; `none` trains the plain network")
-    )
-    placement: str = field(
-        default="before-norm", metadata=key(Text(PLACEMENTS), "before or after the BatchNorm behind a layer")
-    )
-    init: float | None = field(
-        default=None, metadata=key(Number(optional=True), "where gates start; `none`: the kind's own start")
-    )
-    weight_decay: float | None = field(
-        default=None,
-        metadata=key(Number(0, optional=True), "weight decay of the gates; `none`: `optimizer.weight_decay`"),
-    )
-    lr_factor: float = field(
-        default=1.0, metadata=key(Number(above=0), "learning rate of the gates as a multiple of the others'")
-    )
-    skip: tuple[str, ...] = field(
-        default=(),
-        metadata=key(
-            Many(Text()), "layers without gates (for linear gates: BatchNorms), by name; `*` stands for anything"
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class PenaltyPart(Part):
-    TABLE = "penalty"
-    MEANING = "what closes gates"
-    kind: str = field(
-        default="l1", metadata=key(Text(PENALTIES), "the norm of the gates; `l0` goes with hard-concrete gates")
-    )
-    strength: float | Schedule = field(default=0.0, metadata=key(Scheduled(Number(0)), "the factor before the norm"))
-    sigma: float | Schedule = field(
-        default=1.0, metadata=key(Scheduled(Number(above=0)), "the width of a bounded norm; for `l1` a plain divisor")
-    )
-    p: float | None = field(
-        default=None, metadata=key(Number(above=0, optional=True), "the exponent of `bounded-lp`, which needs one")
-    )
-    proximal: bool = field(
-        default=False,
-        metadata=key(
-            Flag(), "shrink the gates after each step of the optimizer instead of adding the penalty to the loss"
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +162,14 @@ class FinishPart(Part):
             Number(0, optional=True), "close gates up to this value; `none`: 1e-4 for linear gates, 0 for others"
         ),
     )
+    close: float = field(
+        default=0.0,
+        metadata=key(
+            Number(0, below=1),
+            "close the smallest gates until this share of all is closed; each layer keeps its largest",
+        ),
+    )
+    per_layer: bool = field(default=False, metadata=key(Flag(), "that share of each layer's gates instead of all"))
     finetune_epochs: int = field(
         default=0, metadata=key(Number(0, whole=True), "epochs of fine-tuning after removal; the paper: at most 3")
     )
@@ -232,6 +188,7 @@ class CheckpointPart(Part):
 PARTS: tuple[type[Part], ...] = (
     ModelPart,
     DataPart,
+    MethodPart,
     GatesPart,
     PenaltyPart,
     OptimizerPart,

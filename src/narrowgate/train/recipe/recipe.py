@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from narrowgate.rivals.methods import with_method
 from narrowgate.schedules import Schedule, as_schedule
 from narrowgate.train.recipe.checks import check_together
+from narrowgate.train.recipe.gating import GatesPart, MethodPart, PenaltyPart
+from narrowgate.train.recipe.method_checks import check_method, check_rivals
 from narrowgate.train.recipe.part import Part, RecipeError
 from narrowgate.train.recipe.parts import (
     PARTS,
@@ -18,19 +21,18 @@ from narrowgate.train.recipe.parts import (
     CheckpointPart,
     DataPart,
     FinishPart,
-    GatesPart,
     LrPart,
     ModelPart,
     OptimizerPart,
-    PenaltyPart,
     ShrinkPart,
     TrainPart,
 )
 from narrowgate.train.recipe.reading import apply_overrides, parts_from, read_text, tables_from
 from narrowgate.train.recipe.toml import write_value
 
-_NOT_IN_DIGEST = {"data": ("path", "workers")}
-"""Keys that leave the numbers alone: where the data lies, who reads it; all of [checkpoint] too."""
+_NOT_IN_DIGEST = {"data": ("path", "workers"), "method": ("name",)}
+"""Keys that leave the numbers alone: where the data lies, who reads it, what keys are called together; all of
+[checkpoint] too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Recipe:
 
     model: ModelPart
     data: DataPart
+    method: MethodPart = field(default_factory=MethodPart)
     gates: GatesPart = field(default_factory=GatesPart)
     penalty: PenaltyPart = field(default_factory=PenaltyPart)
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
@@ -51,6 +54,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_together(self.data, self.gates, self.penalty, self.optimizer, self.lr, self.train, self.budget)
+        check_method(self.method, self.parts(), self.tables())
+        check_rivals(self.gates, self.penalty, self.optimizer, self.budget, self.shrink)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -59,9 +64,16 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
-        """The recipe in a TOML text; ``source`` names it in errors."""
+        """The recipe in a TOML text; ``source`` names it in errors.
+
+        A method that the text names fills in the keys that the text leaves out; one that an override names takes the
+        place of what the text says about gates, penalty and the end (``rivals.methods.REPLACED``).
+        """
         tables = tables_from(text, source)
-        overridden = apply_overrides(tables, overrides)
+        by_flag = [override for override in overrides if override.partition("=")[0].strip() == "method.name"]
+        overridden = apply_overrides(tables, by_flag)
+        tables = with_method(tables, replace=bool(by_flag))
+        overridden |= apply_overrides(tables, overrides)
         try:
             return cls(**parts_from(tables))  # type: ignore[arg-type]
         except RecipeError as error:
@@ -85,7 +97,7 @@ class Recipe:
         )
 
     def digest(self) -> str:
-        """A SHA-256 of all that decides the numbers: all but [checkpoint] and where the data lies and who reads it."""
+        """A SHA-256 of all that decides the numbers: not where data lies, what a method is called, or [checkpoint]."""
         tables = {
             table: {key: value for key, value in values.items() if key not in _NOT_IN_DIGEST.get(table, ())}
             for table, values in self.tables().items()

@@ -1,0 +1,50 @@
+"""Who is coupled with whom: labels for positions of axes, which stay or go together, and which stay in any case."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor, nn
+
+from narrowgate.flow.state import Labels
+
+GROUPED_INPUTS = -1
+"""In place of an axis: the inputs of all groups of a grouped convolution, one after the other."""
+
+
+class Couplings:
+    """The labels of all axes of a model's parameters and buffers, and what was learned about them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        self.axis_labels: dict[tuple[str, int], Labels] = {}
+        self.label_count = 1  # 0 is PINNED
+        self.edges: list[tuple[Labels, Labels]] = []
+        self.pinned: list[tuple[Labels, str]] = []
+        self.equal_counts: list[Labels] = []  # one row a group: as many of each row stay
+
+    def labels_of(self, name: str, axis: int) -> Labels:
+        """The labels of one axis of a parameter or buffer, made at first sight."""
+        return self._labels(name, axis, self.tensors[name].shape[axis])
+
+    def input_labels_of(self, weight: str, size: int) -> Labels:
+        """Labels for all inputs of a grouped convolution, whose weight has an axis for one group's inputs only."""
+        return self._labels(weight, GROUPED_INPUTS, size)
+
+    def _labels(self, name: str, axis: int, size: int) -> Labels:
+        key = (name, axis)
+        if key not in self.axis_labels:
+            self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
+            self.label_count += size
+        return self.axis_labels[key]
+
+    def tie(self, first: Labels, second: Labels) -> None:
+        """Positions with these labels stay or go together."""
+        if first is not second:
+            self.edges.append((first.reshape(-1), second.reshape(-1)))
+
+    def pin(self, labels: Labels, why: str) -> None:
+        """Positions with these labels stay."""
+        self.pinned.append((labels.reshape(-1), why))

@@ -1,0 +1,55 @@
+"""From a decision to the few numbers of a layer that removed constants change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from narrowgate.flow.analysis import Flow, Mixer
+from narrowgate.flow.cuts import Edit
+from narrowgate.flow.decide import Decision, folds, wanted_constants
+
+
+def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -> Edit:
+    """What changes of a layer: constants that go into its bias or to a carrier, rows that become constants."""
+    values, labels = mixer.stand_in, mixer.output.labels
+    transposed = mixer.out_axis == 1
+    columns = mixer.inputs.labels
+    gone = ~decision.kept[columns] & wanted_constants(mixer) if len(mixer.live_columns) else np.zeros(0, bool)
+    lost = {int(i): float(mixer.inputs.values[i]) for i in np.flatnonzero(gone)}
+    folded = lost if folds(flow, mixer) and flow.constants != "drop" else {}
+    folded = folded | {column: constant for column, (_, constant) in mixer.merged.items()}
+    carried: dict[int, float] = {}
+    if carrier is not None and not folded:
+        carried = {i: value / float(mixer.inputs.values[carrier]) for i, value in lost.items()}
+    rows: dict[int, float] = {}
+    if not mixer.shared:
+        bias = 0.0 if mixer.bias is None else flow.tensors[mixer.bias].detach().double().cpu().numpy()
+        so_already = mixer.zero_rows & (values == bias)
+        constant = np.flatnonzero(decision.kept[labels] & ~mixer.needed_rows & ~np.isnan(values) & ~so_already)
+        rows = {int(i): float(values[i]) for i in constant}
+    new_bias = mixer.bias is None and (bool(folded) or any(value != 0 for value in rows.values()))
+    new_groups = mixer.groups
+    if mixer.groups > 1 and mixer.groups == len(columns):
+        new_groups = len(decision.positions(columns))
+    return Edit(
+        mixer.layer,
+        mixer.weight,
+        mixer.bias,
+        mixer.groups,
+        transposed,
+        rows,
+        folded,
+        carried,
+        carrier if carried else None,
+        {column: factors for column, (factors, _) in mixer.merged.items()},
+        new_bias,
+        new_groups,
+    )
+
+
+def grouped_columns(decision: Decision, mixer: Mixer) -> list[list[int]] | None:
+    """For a grouped convolution, the kept inputs of each group, counted within the group."""
+    columns = mixer.inputs.labels
+    if mixer.groups == 1 or mixer.groups == len(columns) or decision.kept[columns].all():
+        return None
+    return [np.flatnonzero(group).tolist() for group in decision.kept[columns].reshape(mixer.groups, -1)]

@@ -1,0 +1,121 @@
+"""Filters as groups by their norm, for group lasso (Wen et al. 2016) and pruning by magnitude (Li et al. 2017).
+
+They are no layers of their own: a group is a part of a layer's weight, and its norm stands where a gate's number would.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from narrowgate.gates import Gate
+from narrowgate.gateset import Gates
+from narrowgate.sites import Site, Where, find_sites
+from narrowgate.swap import has_lazy_weights
+
+
+class FilterGate(Gate):
+    """The norms of a layer's filters, or of its input columns; closing one sets its weights to zero.
+
+    With a filter goes its bias, and scale and shift of the BatchNorm that ``follows`` directly: its map is zero then.
+    """
+
+    def __init__(self, site: Site, order: int, follows: nn.Module | None) -> None:
+        super().__init__()
+        self.kind = f"filter-l{order}"
+        self._order = order
+        # Not submodules: the model owns its layers.
+        self.__dict__["layer"], self.__dict__["follows"] = site.layer, follows
+        transposed = bool(getattr(site.layer, "transposed", False))
+        self._axis = int(transposed) if site.key == "gate" else int(not transposed)
+        self._outputs = site.key == "gate"
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight whose parts are the groups."""
+        return cast(Tensor, self.__dict__["layer"].weight)
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        weight = self.weight
+        others = [axis for axis in range(weight.dim()) if axis != self._axis]
+        norms: Tensor = torch.linalg.vector_norm(weight, self._order, dim=others)
+        return norms
+
+    @property
+    def size(self) -> int:
+        return self.weight.shape[self._axis]
+
+    def value(self) -> Tensor:
+        return self.g
+
+    @torch.no_grad()
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply each group's weights by its factor."""
+        weight = self.weight
+        weight.mul_(factor.to(weight).view([-1 if axis == self._axis else 1 for axis in range(weight.dim())]))
+
+    @torch.no_grad()
+    def close_(self, mask: Tensor) -> None:
+        self.scale_((~mask).to(self.weight.dtype))
+        if not self._outputs:
+            return
+        with_it = [self.__dict__["layer"].bias]
+        if (norm := self.__dict__["follows"]) is not None:
+            with_it += [norm.weight, norm.bias]
+        for tensor in with_it:
+            if tensor is not None:
+                tensor.masked_fill_(mask, 0.0)
+
+    def open_least_closed_(self) -> int:
+        raise ValueError("a filter that was set to zero can't be opened again: its weights are gone")
+
+
+class Filters(Gates):
+    """The filters of a model as gates that are not in it; ``parameters()`` are the weights they are made of."""
+
+    def parameters(self) -> list[Tensor]:
+        """The weights, each once, for an optimizer group of their own."""
+        return list({id(gate.weight): gate.weight for gate in self._filters()}.values())
+
+    def flat(self) -> Tensor:
+        """All norms as one vector, on the first one's device."""
+        return torch.cat([gate.g.to(self._filters()[0].weight.device) for gate in self._filters()])
+
+    @torch.no_grad()
+    def assign_(self, flat: Tensor) -> None:
+        """Scale every group so that it has the norm given; one of norm 0 stays 0."""
+        if len(self.parameters()) < len(self):
+            raise ValueError("filters and input columns of one layer overlap: a proximal step can't serve both")
+        for gate, new in zip(self._filters(), torch.split(flat, [gate.size for gate in self.modules()]), strict=True):
+            old = gate.g
+            gate.scale_(torch.where(old > 0, new.to(old) / old, torch.zeros_like(old)))
+
+    def _filters(self) -> list[FilterGate]:
+        return cast("list[FilterGate]", self.modules())
+
+
+def filters_of(model: nn.Module, order: int, where: Where | None = None, inputs: Where | None = None) -> Filters:
+    """The filters of every convolution and linear layer but the last, measured by their l1 or l2 norm.
+
+    Args:
+        order: 1 or 2.
+        where: ``(name, layer) -> bool`` narrows the choice.
+        inputs: layers whose input columns are groups as well. By default those a model names in ``gate_inputs``.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"filters are measured by their l1 or l2 norm: order is 1 or 2, got {order!r}")
+    sites, skipped = find_sites(model, where, False, inputs, None, False)
+    behind, _ = find_sites(model, where, True, inputs, None, False)  # the same, but for the norms that follow
+    if not sites:
+        raise ValueError(f"{type(model).__name__} has no convolution or linear layer whose filters could be pruned")
+    gates: dict[str, Gate] = {}
+    for site, other in zip(sites, behind, strict=True):
+        if has_lazy_weights(site.layer):
+            raise ValueError(f"layer {site.name!r} has no weights yet; run the model once on an example before")
+        norm = other.layer if isinstance(other.layer, _BatchNorm) else None
+        gates[site.label] = FilterGate(site, order, norm)
+    return Filters(f"filter-l{order}", gates, skipped)

@@ -1,0 +1,64 @@
+"""What a command says when it can't go on, and the status that it ends with: 1, or 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+_INSTALL = {
+    "typer": 'pip install "narrowgate[cli]"',
+    "rich": 'pip install "narrowgate[cli]"',
+    "sklearn": 'pip install "narrowgate[cli]" scikit-learn',
+    "lightning": 'pip install "narrowgate[train]"',
+    "torchvision": 'pip install "narrowgate[train]"',
+    "tomli": 'pip install "narrowgate[train]"',
+    "timm": "pip install timm",
+    "onnx": 'pip install "narrowgate[export]"',
+    "onnxruntime": 'pip install "narrowgate[export]"',
+    "onnxscript": 'pip install "narrowgate[export]"',
+    "matplotlib": 'pip install "narrowgate[report]"',
+    "ray": 'pip install "narrowgate[sweep]"',
+}
+
+
+@contextmanager
+def told_in_one_line(stopped: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
+    """End the process with a line and a status for what a person can mend; a bug keeps its traceback.
+
+    Args:
+        stopped: what to say after Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end(stopped(), 130)
+    except Exception as error:
+        message = message_of(error)
+        if message is None:
+            raise
+        _end(message, 1)
+
+
+def message_of(error: Exception) -> str | None:
+    """What to tell a person, or None for a bug.
+
+    The package's own errors are written for people, whichever module they come from; so are the system's about files.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        install = _INSTALL.get(package)
+        return None if install is None else f"{package} is not installed. Install it with: {install}"
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # the reader of a pipe has enough
+        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    kind = type(error)
+    ours = kind.__module__.partition(".")[0] == "narrowgate" and not kind.__name__.startswith("_")
+    return str(error) if ours else None
+
+
+def _end(message: str, status: int) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes that find the same, one says it
+        print(f"narrowgate: {message}", file=sys.stderr)
+    sys.exit(status)
