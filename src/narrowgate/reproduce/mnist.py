@@ -39,11 +39,11 @@ def row_of(run: Run) -> LeNetRow | None:
 
 
 def _chosen(tries: Sequence[Run]) -> set[str]:
-    """The settings with the lowest held-out error of their regulariser and strength."""
-    best: dict[tuple[str, float | None], tuple[float, str]] = {}
+    """The settings with the lowest held-out error of their regulariser, strength and length."""
+    best: dict[tuple[str, float | None, int], tuple[float, str]] = {}
     for group in groups(tries):
         error = statistics.fmean(1 - (run.validation or 0) for run in group)
-        key = (group[0].kind.regulariser, group[0].strength)
+        key = (group[0].kind.regulariser, group[0].strength, group[0].epochs)
         best[key] = min(best.get(key, (error, group[0].config)), (error, group[0].config))
     return {config for _, config in best.values()}
 
@@ -89,7 +89,8 @@ def _tries(runs: Sequence[Run]) -> Table:
         weights = statistics.fmean(lenet_weights(run.widths or ()) for run in group)
         run = group[0]
         kept = _dashed(_mean_widths(group))
-        rows.append((str(run.kind), run.settings, kept, f"{weights:,.0f}", mean_and_spread(errors), count(group)))
+        settings = f"{run.settings}, {run.epochs} epochs"
+        rows.append((str(run.kind), settings, kept, f"{weights:,.0f}", mean_and_spread(errors), count(group)))
     head = ("kind", "settings", "kept", "weights", "held-out error %", "runs")
     note = "Trained without the held-out images and judged on them: these choose settings, and the test set does not."
     return Table("Table 1: settings tried on held-out training images", head, tuple(rows), note)
