@@ -178,6 +178,20 @@ def test_an_avalanche_after_a_cut_is_taken_back(remembers):
     assert (left(model, "params") == pytest.approx(0.4, abs=0.02)) == remembers
 
 
+def test_no_layer_loses_more_than_half_at_once():
+    """One layer's gates are all small, as happens where its weights make up for them: it must not become a bottleneck."""
+    model, gates = gated(Residual)
+    for i, gate in enumerate(gates.modules()):
+        gate.g.data.uniform_(0.5, 1.0).mul_(0.1 if i == 1 else 1.0)
+    budget = Budget("params: 60%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)
+    opened = [int((gate.g != 0).sum()) for gate in gates.modules()]
+    budget.step(6)  # the target is met now
+    left_open = [int((gate.g != 0).sum()) for gate in gates.modules()]
+    assert left(model, "params") == pytest.approx(0.6, abs=0.02)
+    assert all(2 * after >= before for before, after in zip(opened, left_open, strict=True))
+    assert min(after / before for before, after in zip(opened, left_open, strict=True)) < 0.6  # the small ones go first
+
+
 def test_a_collapse_is_undone():
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100)
