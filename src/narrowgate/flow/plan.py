@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from narrowgate.flow.numbers import own_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.scatter import narrow_to_own_channels
-from narrowgate.flow.trace import ExampleInputs, layer_of, op_name, trace, without_gc
+from narrowgate.flow.trace import ExampleInputs, Graph, layer_of, op_name, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 
@@ -154,15 +154,22 @@ def plan(
     if round_to < 1:
         raise ValueError(f"round_to must be 1 or above, got {round_to}")
     with without_gc():
-        return _plan(model, example_inputs, layout, constants, round_to, training)
+        return plan_traced(model, example_inputs, trace, layout, constants, round_to, training)
 
 
-def _plan(
-    model: nn.Module, example_inputs: ExampleInputs, layout: str, constants: str, round_to: int, training: bool
+def plan_traced(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tracer: Callable[[nn.Module, ExampleInputs], Graph],
+    layout: str,
+    constants: str,
+    round_to: int,
+    training: bool,
 ) -> Plan:
+    """``plan`` with a way to trace that may remember."""
     plain = ungated(model)
     closed = closed_gates(model) if training else None
-    graph = trace(plain, example_inputs)
+    graph = tracer(plain, example_inputs)
     flow = Flow(graph, plain, constants, closed).run(RULES)
     by_head = views_by_head(flow)
     if by_head:

@@ -86,6 +86,23 @@ def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = Fals
     return Graph(nodes, tensors, outputs, functionalised)
 
 
+class Tracer:
+    """``trace`` for a model that is planned again and again as its gates close: anew only when it has changed shape."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._graph: Graph | None = None
+
+    def __call__(self, model: nn.Module, example_inputs: ExampleInputs) -> Graph:
+        """The model's graph."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
+        key = id(example_inputs), shapes, tuple(type(module) for module in model.modules())
+        if self._graph is None or key != self._key:
+            self._key, self._graph = key, trace(model, example_inputs)
+        return self._graph
+
+
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer, mapped to the first name of the same tensor (tied weights)."""
     seen: dict[int, str] = {}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.plan import plan
+from narrowgate.flow.plan import plan_traced
 from narrowgate.flow.surgery import compact
-from narrowgate.flow.trace import ExampleInputs
+from narrowgate.flow.trace import ExampleInputs, Tracer
 from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.measure.counts import summarize
 from narrowgate.penalties import Penalty
@@ -104,6 +104,7 @@ class Budget:
         # While it trains, a zero other than a gate's may be about to learn; see _look_.
         self.options: dict[str, Any] = {"layout": counted, "constants": constants, "round_to": round_to}
         self.options["training"] = True
+        self._tracer = Tracer()
         self.holding = False
         self.left = 1.0
         full = summarize(model, example_inputs)
@@ -263,7 +264,7 @@ class Budget:
     def _cost(self) -> float:
         """Parameters or multiply-adds of the model without its closed channels; 0 for one that has collapsed."""
         try:
-            made = plan(self.model, self.example_inputs, **self.options)
+            made = plan_traced(self.model, self.example_inputs, self._tracer, **self.options)
         except CollapseError:
             return 0.0
         if self.kind == "params":

@@ -262,7 +262,7 @@ def forward(
         eps,
         track=running is not None,
         activation=activation,
-        S=triton.next_power_of_2(reading.splits),
+        S=reading.room,
         **size,
     )
     return y, facts
@@ -290,7 +290,7 @@ def backward(x: Tensor, dy: Tensor, facts: Tensor, activation: int) -> tuple[Ten
         channels,
         writing.rows_each,
         reading.splits,
-        S=triton.next_power_of_2(reading.splits),
+        S=reading.room,
         **size,
     )
     return dx, d_weight, d_bias
@@ -309,6 +309,11 @@ class _Deal:
     @property
     def grid(self) -> tuple[int, int]:
         return self.splits, self.columns
+
+    @property
+    def room(self) -> int:
+        """Room for the sums of all splits: two sizes only, since each is compiled for itself."""
+        return 16 if self.splits <= 16 else _SUMS
 
 
 def _deal(rows: int, channels: int, programs: int) -> _Deal:
