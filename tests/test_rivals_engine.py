@@ -123,7 +123,7 @@ def test_scaling_factors_without_their_steps_are_refused():
         ("ista", ["model.options.norm=false"], ["nothing to gate in LeNet5", "--set model.options.norm=true"]),
         ("l0", ["penalty.factors={ conv7 = 2.0 }"], ["penalty.factors has 'conv7', where no gate is", "fc2.inputs"]),
         ("sparse-selection", ["gates.init=0.0"], ["scaling factors start above 0"]),
-        ("sparse-selection", ["gates.groups=['blocks']"], ["nothing to gate in LeNet5"]),
+        ("sparse-selection", ["gates.groups=['blocks']"], ["no blocks to gate in LeNet5"]),
         ("magnitude", ["gates.skip=['*']"], ["no convolution or linear layer whose filters could be pruned"]),
     ],
 )

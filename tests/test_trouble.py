@@ -95,10 +95,16 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what it puts in the background with Ctrl-C ignored, and so would these tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    process.stdout.readline()  # it is at work
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    with process:
+        process.stdout.readline()  # it is at work
+        process.send_signal(signal.SIGINT)
+        try:
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, error) == (130, "narrowgate: stopped\n")
 
 
