@@ -179,7 +179,7 @@ def test_an_avalanche_after_a_cut_is_taken_back(remembers):
 
 
 def test_no_layer_loses_more_than_half_at_once():
-    """One layer has small gates only, as happens where its weights make up for them: it must not become a bottleneck."""
+    """One layer has small gates only, as where its weights make up for them: it must not become a bottleneck."""
     model, gates = gated(Residual)
     for i, gate in enumerate(gates.modules()):
         gate.g.data.uniform_(0.5, 1.0).mul_(0.1 if i == 1 else 1.0)
