@@ -123,6 +123,7 @@ class FusedNorms(TorchFunctionMode):
                 return tree_map(self._real, result)
             except Exception as error:  # if it was not a promise that it stumbled over, it will stumble again
                 self._gave_up = True
+                self._counters.clear()  # the plain run counts for itself
                 reason = str(error).partition("\n")[0]
                 self._notice(
                     f"BatchNorm runs with PyTorch's own kernels, this model can't do with fused ones: {reason}"
