@@ -17,6 +17,7 @@ from _record import ROOT, about, table, write_json
 from narrowgate.reproduce.record import collect
 from narrowgate.train.engine import run
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.run_folder import RESULT
 
 KINDS = ("during", "end")
 
@@ -36,7 +37,7 @@ def main() -> None:
     rows = {
         kind: collect(arguments.runs / kind, arguments.recipe)
         for kind in KINDS
-        if (arguments.runs / kind / "result.json").exists()
+        if (arguments.runs / kind / RESULT).exists()
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ratio = rows["during"]["seconds"] / rows["end"]["seconds"] if len(rows) == len(KINDS) else None

@@ -153,10 +153,10 @@ def plan(
         raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
     if round_to < 1:
         raise ValueError(f"round_to must be 1 or above, got {round_to}")
-    with without_gc():
-        return plan_traced(model, example_inputs, trace, layout, constants, round_to, training)
+    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training)
 
 
+@without_gc()
 def plan_traced(
     model: nn.Module,
     example_inputs: ExampleInputs,

@@ -102,8 +102,12 @@ class Budget:
         self.threshold = threshold
         counted = "aligned" if layout == "auto" else layout
         # While it trains, a zero other than a gate's may be about to learn; see _look_.
-        self.options: dict[str, Any] = {"layout": counted, "constants": constants, "round_to": round_to}
-        self.options["training"] = True
+        self.options: dict[str, Any] = {
+            "layout": counted,
+            "constants": constants,
+            "round_to": round_to,
+            "training": True,
+        }
         self._tracer = Tracer()
         self.holding = False
         self.left = 1.0
@@ -203,8 +207,10 @@ class Budget:
 
     def _gently(self, ranks: Ranking, known: dict[int, float], closed: int) -> tuple[Ranking, dict[int, float], int]:
         """Meet the target without taking more than half of any layer, where that can be."""
+        if closed <= ranks.closed:  # nothing is to be closed
+            return ranks, known, closed
         gentle = ranks.sparing(_SPARED)
-        if closed <= ranks.closed or (least := self._left(gentle, gentle.most)) > self.target + TOLERANCE:
+        if (least := self._left(gentle, gentle.most)) > self.target + TOLERANCE:
             return ranks, known, closed
         known = {gentle.closed: self.left, gentle.most: least}
         return gentle, known, self._search(gentle, known, self.target, TOLERANCE)

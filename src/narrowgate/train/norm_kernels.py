@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NONE, RELU, RELU6 = 0, 1, 2
-
+# In kernels, activation is 0 for none, 1 for ReLU and 2 for ReLU6: see fused.py.
 # Programs of a kernel. Each that writes adds up the sums of all that read, so there are fewer of these.
 _READERS, _WRITERS = 264, 528
 _SUMS = 128
@@ -238,7 +237,7 @@ def forward(
     """The activated norm of a channels_last batch, and what ``backward`` wants to know of it."""
     channels = x.shape[1]
     rows = x.numel() // channels
-    reading, writing = _deal(rows, channels, _READERS), _deal(rows, channels, _WRITERS)
+    reading, writing = _deal(rows, channels, _READERS, _SUMS), _deal(rows, channels, _WRITERS, _WRITERS)
     partial = torch.empty(2 * reading.splits * channels, device=x.device)
     facts = torch.empty(4 * channels, device=x.device)
     y = torch.empty_like(x, memory_format=torch.channels_last)
@@ -272,7 +271,7 @@ def backward(x: Tensor, dy: Tensor, facts: Tensor, activation: int) -> tuple[Ten
     """Gradients of the batch, the scale and the shift."""
     channels = x.shape[1]
     rows = x.numel() // channels
-    reading, writing = _deal(rows, channels, _READERS), _deal(rows, channels, _WRITERS)
+    reading, writing = _deal(rows, channels, _READERS, _SUMS), _deal(rows, channels, _WRITERS, _WRITERS)
     partial = torch.empty(2 * reading.splits * channels, device=x.device)
     d_weight, d_bias = torch.empty(channels, device=x.device), torch.empty(channels, device=x.device)
     dx = torch.empty_like(x, memory_format=torch.channels_last)
@@ -316,11 +315,12 @@ class _Deal:
         return 16 if self.splits <= 16 else _SUMS
 
 
-def _deal(rows: int, channels: int, programs: int) -> _Deal:
+def _deal(rows: int, channels: int, programs: int, most_splits: int) -> _Deal:
+    """Tiles for about this many programs, at most ``most_splits`` of them on one column."""
     narrow, wide = min(32, triton.next_power_of_2(channels)), 64
     padded = {size: -(-channels // size) * size for size in (narrow, wide)}
     C = wide if padded[wide] <= 1.1 * padded[narrow] else narrow
     R, columns = _TILE // C, -(-channels // C)
-    most = min(max(1, programs // columns), -(-rows // R), _SUMS if programs == _READERS else programs)
+    most = min(max(1, programs // columns), -(-rows // R), most_splits)
     rows_each = -(-rows // (most * R)) * R
     return _Deal(R, C, columns, -(-rows // rows_each), rows_each)
