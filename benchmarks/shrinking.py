@@ -25,7 +25,7 @@ KINDS = ("during", "end")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "ours-cifar100-mobilenetv2-budget.toml")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "ours-cifar100-mobilenetv2.toml")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="as for narrowgate train")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--runs", type=Path, required=True, help="where the run folders go")

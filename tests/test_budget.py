@@ -224,6 +224,36 @@ def test_the_target_is_held():
         assert left(model, "flops") == pytest.approx(0.3, abs=0.02)
 
 
+def test_without_steering_the_penalty_keeps_its_schedule_until_the_target_is_met():
+    model, gates = gated(Residual)
+    penalty = ng.Penalty(gates, "l1", ng.schedules.Exponential(1e-3, 2.0))
+    for gate in gates.modules():
+        gate.g.data.uniform_(0.5, 1.0)
+    budget = Budget("params: 40%", model, EXAMPLE, penalty, 100, steer=False, arrive=0.5)
+    for epoch in range(30):
+        penalty.set_epoch(epoch)
+        assert budget.step(epoch) == penalty.strength == 1e-3 * 2.0**epoch
+        assert not budget.holding and (gates.flat() > 0).all()  # nothing is closed by hand
+    for gate in gates.modules():
+        gate.g.data[gate.size // 3 :] = 1e-5
+    assert left(model, "params") < 0.3
+    assert budget.step(30) == 0 and budget.holding
+    assert left(model, "params") == pytest.approx(0.4, abs=0.02)
+    again = Budget("params: 40%", model, EXAMPLE, penalty, 100, steer=False, arrive=0.5)
+    again.load_state_dict(budget.state_dict())
+    penalty.set_epoch(31)
+    assert penalty.strength == 0
+
+
+def test_without_steering_the_target_is_met_in_time_all_the_same():
+    model, gates = gated(Residual)
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10, steer=False, arrive=0.5)
+    for epoch in range(4):
+        assert budget.step(epoch) == 1e-3
+    assert budget.step(4) == 0
+    assert left(model, "params") == pytest.approx(0.4, abs=0.02)
+
+
 def test_the_strength_follows_the_gates():
     def strengths(speed):
         model, gates = gated()

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 FILES = sorted(FOLDER.glob("*.toml"))
 NAMES = [path.stem for path in FILES]
 SHAPES = {"mnist": (1, 28, 28), "cifar100": (3, 32, 32), "folder": (3, 224, 224), "digits": (1, 8, 8)}
-OWN = ("digits-small", "ours-cifar100-mobilenetv2-budget", *(name for name in NAMES if name.startswith("rival-")))
+OWN = ("digits-small", "ours-cifar100-mobilenetv2", *(name for name in NAMES if name.startswith("rival-")))
 CLASSES = {"mnist": 10, "cifar100": 100, "folder": 1000, "digits": 10}
 
 

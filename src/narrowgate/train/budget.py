@@ -59,14 +59,18 @@ class Budget:
     opened again, gates that open are closed. Each layer keeps its largest gate, and the larger half of its open ones at
     any one time if the target can be met like that.
 
+    Without ``steer`` the strength stays the penalty's own, and gates close by themselves until the target is met, which
+    then is held in the same way. Only if it isn't met when ``arrive`` of the epochs are done are the smallest closed.
+
     Args:
         target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
         model: the gated model at full size.
         example_inputs: what the model is traced with, as for ``ng.plan``.
-        penalty: the one whose strength is moved; a schedule that it had ends.
+        penalty: the one whose strength is moved; a schedule that it had ends, with ``steer`` now, else at the target.
         epochs: how long the run is.
         optimizer: the gates' momentum is cleared when the penalty ends.
-        arrive: when the target is met, as a share of the epochs.
+        arrive: when the target is met, as a share of the epochs; without ``steer``, by when at the latest.
+        steer: move the strength, and close gates on the way; without, leave the penalty its strength or schedule.
         threshold: gates below this count as closed, for linear gates that never are exactly.
         layout: as the final model will be planned; ``auto`` is counted as ``aligned``.
         constants: as the final model will be planned.
@@ -84,6 +88,7 @@ class Budget:
         optimizer: torch.optim.Optimizer | None = None,
         threshold: float = 0.0,
         arrive: float = 0.7,
+        steer: bool = True,
         layout: str = "aligned",
         constants: str = "exact",
         round_to: int = 1,
@@ -98,6 +103,7 @@ class Budget:
             raise ValueError(f"arrive is a share of the epochs, above 0 and at most 1, got {arrive!r}")
         self.epochs = epochs
         self.arrive = arrive
+        self.steer = steer
         self.optimizer = optimizer
         self.threshold = threshold
         counted = "aligned" if layout == "auto" else layout
@@ -121,8 +127,8 @@ class Budget:
         self._before: list[list[float]] = []
         self.remember()
         self._check_reach(target)
-        penalty.strength = self._strength
-        penalty.follow(lambda epoch: self._strength)  # so that set_epoch, for sigma, leaves it alone
+        if steer:
+            self._take_over()
 
     def _check_reach(self, target: str) -> None:
         ranks = Ranking(self._modules, self._before, self.threshold)
@@ -145,11 +151,16 @@ class Budget:
         with random_numbers_kept(self.model):
             if self._looks(epoch, ranks, last or self.holding):
                 self._look_(epoch, ranks, last or self.holding)
-        if not self.holding:
+        if self.steer and not self.holding:
             self._steer(epoch, ranks)
         self.remember()
+        if self.steer or self.holding:
+            self._take_over()
+        return self.penalty.strength
+
+    def _take_over(self) -> None:
         self.penalty.strength = self._strength
-        return self._strength
+        self.penalty.follow(lambda epoch: self._strength)  # so that set_epoch, for sigma, leaves it alone
 
     def remember(self) -> None:
         """Call after a cut: gates that close in the next epoch can be opened again, if it knows what they were."""
@@ -163,7 +174,8 @@ class Budget:
         """Go on where ``state_dict`` was taken."""
         for key, name in _STATE.items():
             setattr(self, name, state[key])
-        self.penalty.strength = self._strength
+        if self.steer or self.holding:
+            self._take_over()
 
     def _looks(self, epoch: int, ranks: Ranking, meet: bool) -> bool:
         """Whether to plan, which costs seconds: now and then, after many closings, and to meet the target.
@@ -172,7 +184,9 @@ class Budget:
         """
         if meet and (epoch + 1 >= self.epochs or ranks.digest != self._held):
             return True
-        many = not meet and ranks.count - ranks.closed < (1 - _MANY) * self._open
+        # Without steering the target is met when enough have closed by themselves, which is not to be missed.
+        many_are = _MANY if self.steer else min(_MANY, max(0.0, self.left - self.target) / 5)
+        many = not meet and ranks.count - ranks.closed < (1 - many_are) * self._open
         closing = not meet and epoch + 1 > _BEGIN * self.arrive * self.epochs
         return epoch % max(1, self.epochs // _LOOKS[closing]) == 0 or many
 
@@ -183,6 +197,9 @@ class Budget:
         if not meet and self.left <= self.target + TOLERANCE:
             meet, self.options["training"] = True, False
             self.left = self._left(ranks, ranks.closed)
+        if not meet and not self.steer:
+            self._open = ranks.count - ranks.closed
+            return
         known = {ranks.closed: self.left}
         closed = self._search(ranks, known, self.target, TOLERANCE if meet else _ROUGH)
         self._goal = ranks.count - closed

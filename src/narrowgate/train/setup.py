@@ -123,6 +123,7 @@ def make_budget(recipe: Recipe, parts: Parts, example: Tensor) -> Budget | None:
         optimizer=parts.optimizer,
         threshold=threshold_of(recipe),
         arrive=recipe.budget.arrive,
+        steer=recipe.budget.steer,
         layout=part.layout,
         constants=part.constants,
         round_to=part.round_to,

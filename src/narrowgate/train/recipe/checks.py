@@ -52,9 +52,9 @@ def check_gates(gates: GatesPart, penalty: PenaltyPart, budget: BudgetPart) -> N
             (penalty, "kind"),
             (gates, "kind"),
         )
-    if budget.target and not isinstance(penalty.strength, float):
+    if budget.target and budget.steer and not isinstance(penalty.strength, float):
         raise refuse(
-            "a budget moves the strength by itself; give a number to start from, or 0",
+            "a budget moves the strength by itself; give a number to start from, or 0, or budget.steer = false",
             (budget, "target"),
             (penalty, "strength"),
         )

@@ -150,6 +150,14 @@ class BudgetPart(Part):
             Number(above=0, high=1), "when the target is met, as a share of the epochs; the rest trains at that size"
         ),
     )
+    steer: bool = field(
+        default=True,
+        metadata=key(
+            Flag(),
+            "move the strength so that the target is met in time; `false`: `penalty.strength` stays as it is until "
+            "the target is met, by `arrive` at the latest",
+        ),
+    )
 
 
 @dataclass(frozen=True)
