@@ -18,7 +18,7 @@ from narrowgate.reproduce import cifar, imagenet, mnist, paper
 from narrowgate.reproduce.page import sections, with_tables, write_page
 from narrowgate.reproduce.paper import Kind
 from narrowgate.reproduce.record import RecordError, collect, write_record
-from narrowgate.reproduce.runs import Run, kind_of, load_runs, mean_and_spread
+from narrowgate.reproduce.runs import Run, groups, kind_of, load_runs, mean_and_spread
 from narrowgate.reproduce.tables import NO_IMAGENET, NO_RUN, short
 from narrowgate.train.recipe import Recipe
 
@@ -160,14 +160,44 @@ def test_a_damaged_result_file_is_named(tmp_path):
 
 def test_mnist_rows_have_our_numbers_beside_the_papers():
     results = mnist.tables(load_runs(RESULTS))[0]
-    record = json.loads((RESULTS / "mnist" / "l2-5e-4-seed0.json").read_text())
+    records = [json.loads((RESULTS / "mnist" / f"l2-exp-5e-4-seed{seed}.json").read_text()) for seed in range(3)]
     (row,) = cells(results, "l2, 5e-4")
-    assert row[1:4] == ("8-19-117-24", "7,048", "0.79")
-    assert row[4] == record["architecture"] and row[6] == f"{record['error_after_removal_percent']:.2f}"
-    both = cells(results, "bounded-l1, 4e-3")[0]
-    assert both[6] == "1.16 ± 0.12" and both[7] == "2 (seed 0)"
-    chosen = [row[4] for row in results.rows if "chosen" in row[-1]]
-    assert chosen == ["9-13-68-30", "8-10-27.5-19.5", "9-12-36-21"]
+    assert row[1:4] == ("8-19-117-24", "7,048", "0.79") and row[7] == "3 (seeds 0, 1, 2)"
+    errors = [100 * (1 - record["accuracy"]["final"]) for record in records]
+    assert row[6] == mean_and_spread(errors)
+    assert row[5] == f"{sum(record['parameters'] for record in records) / 3:,.0f}"
+
+
+def test_settings_that_were_best_on_held_out_images_are_marked(tmp_path):
+    (tmp_path / "tries").mkdir()
+    for schedule in ("step", "cosine"):
+        text = (RESULTS / "mnist" / "validation" / f"l1-1e-3_0.1_{schedule}.json").read_text()
+        (tmp_path / "tries" / f"{schedule}.json").write_text(text)
+        (tmp_path / f"{schedule}.json").write_text(json.dumps({**json.loads(text), "error_on": "test"}))
+    rows = cells(mnist.tables(load_runs(tmp_path))[0], "l1, 1e-3")
+    assert [("cosine" in row[-1], "chosen" in row[-1]) for row in rows] == [(True, True), (False, False)]
+
+
+def test_mnist_runs_that_are_not_the_papers_stand_apart():
+    first, others = mnist.tables(load_runs(RESULTS))[:2]
+    assert not [row for row in first.rows if "shifted" in row[-1]]
+    smallest = others.rows[0]
+    assert smallest[5] == "l2, 5e-4; l1, 1e-3; bounded-l1, 4e-3"  # more weights, and more errors
+    largest = others.rows[-1]
+    assert largest[5] == "l2, 5e-4" and largest[7] == "bounded-l1, 3e-3"
+
+
+def test_records_of_earlier_versions_count_with_the_same_settings(tmp_path):
+    """A key that came later has its default, one that went was off, and another value is another setting."""
+    record = json.loads((RESULTS / "mnist" / "l1-exp-1e-3-seed2.json").read_text())
+    tables = record["recipe"]
+    older = {name: values for name, values in tables.items() if name != "method"}
+    older["gates"] = {key: value for key, value in tables["gates"].items() if key != "groups"} | {"blocks": False}
+    older["train"] = {**tables["train"], "seed": 3, "evaluate_every": 7}
+    other = {**tables, "gates": {**tables["gates"], "weight_decay": 0.0}}
+    for name, recipe in (("a", tables), ("b", older), ("c", other)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**record, "recipe": recipe}))
+    assert [[run.file for run in group] for group in groups(load_runs(tmp_path))] == [["a.json", "b.json"], ["c.json"]]
 
 
 def test_rows_without_a_run_say_so():
@@ -243,9 +273,10 @@ def test_the_page_is_up_to_date_with_the_results():
 
 def test_a_new_result_makes_the_page_stale(tmp_path):
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    record = json.loads((RESULTS / "mnist" / "l2-5e-4-seed0.json").read_text())
+    record = json.loads((RESULTS / "mnist" / "l2-exp-5e-4-seed0.json").read_text())
+    record["accuracy"]["final"] = 0.9969
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text(json.dumps({**record, "error_after_removal_percent": 0.31}))
+    (tmp_path / "results" / "a.json").write_text(json.dumps(record))
     (tmp_path / "page.md").write_text(page)
     assert write_page(tmp_path / "page.md", tmp_path / "results")
     assert "| 0.31 |" in (tmp_path / "page.md").read_text()
@@ -261,10 +292,13 @@ def test_a_page_without_markers_is_left_alone(tmp_path):
 
 def test_the_readmes_mnist_table_is_in_the_result_files():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\| [^|]+ \| (\d+-\d+-\d+-\d+) \| ([\d.]+) % \|", page, re.MULTILINE)
-    known = {(_dashed(r), f"{100 * (1 - r.accuracy):.2f}") for r in load_runs(RESULTS) if r.widths}
-    assert len(found) == 4 and not [row for row in found if row not in known]
-    assert ("9-17-106-28", "0.79") not in known
+    found = re.findall(
+        r"^\| (paper|ours), [^|]+ \| ([\d.-]+) \| ([\d,]+) \| ([\d.]+(?: ± [\d.]+)?) % \|", page, re.MULTILINE
+    )
+    first, others = mnist.tables(load_runs(RESULTS))[:2]
+    known = {("paper", *row[1:4]) for row in first.rows} | {("ours", *row[4:7]) for row in first.rows}
+    known |= {("ours", *row[1:4]) for row in others.rows}
+    assert len(found) == 11 and not [row for row in found if row not in known]
 
 
 def numbers_in(text):

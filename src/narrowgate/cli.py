@@ -170,6 +170,9 @@ def build_app() -> "typer.Typer":
         recipe: Annotated[
             Path | None, typer.Option(metavar="FILE", help="The recipe file that was run, for the record's command.")
         ] = None,
+        dataset: Annotated[
+            str, typer.Option(metavar="NAME", help="What an array file held, such as mnist or cifar100.")
+        ] = "",
         curve: Annotated[
             bool, typer.Option("--curve", help="Add size and accuracy by threshold; needs the data.")
         ] = False,
@@ -179,7 +182,7 @@ def build_app() -> "typer.Typer":
         """Keep a finished run as one small JSON file: recipe, course, architecture, accuracies."""
         from narrowgate.reproduce import command
 
-        typer.echo(command.record(run, out, recipe, curve, data or None, device))
+        typer.echo(command.record(run, out, recipe, dataset, curve, data or None, device))
 
     @app.command()
     def reproduce(

@@ -11,9 +11,9 @@ from narrowgate.reproduce.runs import load_runs
 _PIPE_WIDTH = 200
 
 
-def record(folder: Path, out: Path, base: Path | None, curve: bool, data: str | None, device: str) -> str:
+def record(folder: Path, out: Path, base: Path | None, dataset: str, curve: bool, data: str | None, device: str) -> str:
     """Write a run's record; a line that says where and what it holds."""
-    made = collect(folder, base)
+    made = collect(folder, base, dataset)
     if curve:
         from narrowgate.reproduce.curve import curve_of_run
 

@@ -33,12 +33,13 @@ class RecordError(ValueError):
     """A folder is not that of a finished run, or a result file can't be read."""
 
 
-def collect(folder: str | Path, base: Path | None = None) -> dict[str, Any]:
+def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> dict[str, Any]:
     """The record of a finished run: recipe, versions, course by epoch, architecture, sizes and accuracies.
 
     Args:
         base: the recipe file that was given to ``narrowgate train``; the command in the record then names it, and
             every key in which the run differs from it.
+        dataset: what an array file held, such as ``mnist``; needed where the recipe does not name the data set.
     """
     folder = Path(folder)
     missing = [name for name in (RECIPE, METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
@@ -58,6 +59,7 @@ def collect(folder: str | Path, base: Path | None = None) -> dict[str, Any]:
         "processes": result["processes"],
         "versions": _versions(folder / SMALL / META),
         "seed": recipe.train.seed,
+        "dataset": dataset or tables["data"]["source"],
         "recipe": tables,
         "recipe_digest": result["recipe_digest"],
         **_outcome(result),

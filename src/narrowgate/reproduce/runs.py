@@ -12,10 +12,15 @@ from typing import Any
 from narrowgate.reproduce.paper import BASELINE, LENET, Kind
 from narrowgate.reproduce.record import WHAT, RecordError
 from narrowgate.reproduce.tables import short
+from narrowgate.train.recipe import Recipe
 
 _GATES = {"exponential": "exp", "linear": "lin", "hard-concrete": "hard-concrete"}
 _IMAGENET = {25_557_032: "resnet50", 3_504_872: "mobilenetv2"}
 """The networks of the paper by their parameters with 1000 classes: a recipe does not say which folder it read."""
+
+_DEFAULTS = json.loads(  # lists, not tuples, as in a record
+    json.dumps(Recipe.from_toml("model.name = 'x'\ndata.source = 'npz'\ntrain.epochs = 1").tables())
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Run:
     curve: Mapping[str, Sequence[float]] | None = field(default=None, repr=False)
     steered: bool = False
     """Whether the size was given (``budget.target``), not the strength."""
+    augmented: bool = False
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -94,7 +100,7 @@ def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
 
 def _from_record(name: str, record: Mapping[str, Any]) -> Run:
     tables, accuracy = record["recipe"], record["accuracy"]
-    network, data = tables["model"]["name"], tables["data"]["source"]
+    network, data = tables["model"]["name"], record.get("dataset", tables["data"]["source"])
     if data == "folder" and record["parameters_full"] in _IMAGENET:
         network, data = _IMAGENET[record["parameters_full"]], "imagenet"
     strength = tables["penalty"]["strength"]
@@ -118,6 +124,7 @@ def _from_record(name: str, record: Mapping[str, Any]) -> Run:
         widths=_lenet_widths(record) if network == "lenet5" else None,
         curve=record.get("curve"),
         steered=bool(tables["budget"]["target"]),
+        augmented=tables["data"]["augment"] != "none",
     )
 
 
@@ -159,13 +166,18 @@ def _from_benchmark(name: str, record: Mapping[str, Any]) -> Run:
 
 
 def _config(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """The tables but for the seed, how many images are held out, and what leaves the numbers alone."""
-    without = {"train": ("seed",), "data": ("path", "workers", "validation")}
-    kept = {
-        table: {key: value for key, value in values.items() if key not in without.get(table, ())}
-        for table, values in tables.items()
-        if table != "checkpoint"
-    }
+    """What a recipe says beside the defaults, but for the seed, the held-out images, and what leaves the numbers alone.
+
+    Without defaults, since records of earlier versions lack the keys that came later, and have some that went.
+    """
+    without = {"train": ("seed", "evaluate_every"), "data": ("path", "source", "workers", "validation")}
+    kept: dict[str, Any] = {}
+    for table, values in tables.items():
+        known = _DEFAULTS[table]
+        for key, value in values.items():
+            usual = value == known[key] if key in known else not value  # a key that went was off
+            if table != "checkpoint" and key not in without.get(table, ()) and not usual:
+                kept[f"{table}.{key}"] = value
     return json.dumps(kept, sort_keys=True)
 
 
