@@ -23,6 +23,7 @@ __all__ = [
     "attach_gates_",
     "compact",
     "compact_",
+    "gathered",
     "gates_of",
     "load",
     "merge_gates_",
@@ -31,6 +32,7 @@ __all__ = [
     "plan",
     "save",
     "schedules",
+    "shrink_sharded_",
     "summarize",
     "verify",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "narrowgate.flow.verify": ("Verification", "VerificationError", "verify"),
     "narrowgate.measure": ("Summary", "summarize"),
     "narrowgate.penalties": ("Penalty",),
+    "narrowgate.sharded": ("gathered", "shrink_sharded_"),
     "narrowgate.storage": ("StorageError", "load", "save"),
     "narrowgate.train.budget": ("Budget",),
     "narrowgate.train.shrink": ("ShrinkWarning", "Shrinker"),
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from narrowgate.flow.verify import Verification, VerificationError, verify
     from narrowgate.measure import Summary, summarize
     from narrowgate.penalties import Penalty
+    from narrowgate.sharded import gathered, shrink_sharded_
     from narrowgate.storage import StorageError, load, save
     from narrowgate.train.budget import Budget
     from narrowgate.train.shrink import Shrinker, ShrinkWarning

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from narrowgate.dtensors import is_gathered
 from narrowgate.gated import (
     PREPARED,
     GatedConv1d,
@@ -109,6 +110,7 @@ def _is_simple(layer: nn.Module) -> bool:
         and type(weight) is nn.Parameter
         and type(layer.gate.g) is nn.Parameter
         and not layer._forward_pre_hooks
+        and not is_gathered(layer, weight)  # fully_shard reduces a block's gradients when the block's own backward ends
     )
 
 

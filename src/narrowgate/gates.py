@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgate.dtensors import put_, whole
 from narrowgate.norms import at_least_float32
 
 CLOSING_POINT = 2.0**-12.5
@@ -104,11 +105,11 @@ class ExponentialGate(Gate):
         self.g = nn.Parameter(torch.full((size,), float(init), device=device))
 
     def value(self) -> Tensor:
-        return exponential_gate(self.g)
+        return exponential_gate(whole(self.g))
 
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
-        self.g.masked_fill_(mask, 0.0)
+        put_(self.g, whole(self.g).masked_fill(mask, 0.0))
 
     @torch.no_grad()
     def open_least_closed_(self) -> int:
@@ -138,24 +139,27 @@ class HardConcreteGate(Gate):
         self.g = nn.Parameter(torch.full((size,), float(init), device=device))
 
     def value(self) -> Tensor:
-        return hard_concrete_gate(self.g, sample=self.training, temperature=self.temperature, stretch=self.stretch)
+        g = whole(self.g)
+        return hard_concrete_gate(g, sample=self.training, temperature=self.temperature, stretch=self.stretch)
 
     @torch.no_grad()
     def final_value(self) -> Tensor:
-        return hard_concrete_gate(self.g, sample=False, temperature=self.temperature, stretch=self.stretch)
+        return hard_concrete_gate(whole(self.g), sample=False, temperature=self.temperature, stretch=self.stretch)
 
     def expected_l0(self) -> Tensor:
-        return expected_l0(self.g, self.temperature, self.stretch)
+        return expected_l0(whole(self.g), self.temperature, self.stretch)
 
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
         # Far below the closing point log(-low / high), where samples are closed too.
-        self.g.masked_fill_(mask, 2 * math.log(-self.stretch[0] / self.stretch[1]) - 10.0)
+        put_(self.g, whole(self.g).masked_fill(mask, 2 * math.log(-self.stretch[0] / self.stretch[1]) - 10.0))
 
     @torch.no_grad()
     def open_least_closed_(self) -> int:
-        position = int(self.g.argmax())
-        self.g[position] = math.log(-self.stretch[0] / self.stretch[1]) + 0.1
+        g = whole(self.g).clone()
+        position = int(g.argmax())
+        g[position] = math.log(-self.stretch[0] / self.stretch[1]) + 0.1
+        put_(self.g, g)
         return position
 
 
@@ -175,11 +179,11 @@ class LinearGate(Gate):
         return weight
 
     def value(self) -> Tensor:
-        return self.g.abs()
+        return whole(self.g).abs()
 
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
-        self.g.masked_fill_(mask, 0.0)
+        put_(self.g, whole(self.g).masked_fill(mask, 0.0))
 
     @torch.no_grad()
     def open_least_closed_(self) -> int:
@@ -220,6 +224,8 @@ class GroupGate(Gate):
 
 def _lift_(g: Tensor, value: float) -> int:
     """Set the largest number by size to a value, keeping its sign; return where it is."""
-    position = int(g.abs().argmax())
-    g[position] = -value if g[position] < 0 else value
+    new = whole(g).clone()
+    position = int(new.abs().argmax())
+    new[position] = -value if new[position] < 0 else value
+    put_(g, new)
     return position

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.batched import nan_message
+from narrowgate.dtensors import is_gathered, is_sharded, put_, whole_each
 from narrowgate.gates import Gate, GroupGate
 
 
@@ -64,6 +65,7 @@ class Gates:
         """Close every gate whose value is below the threshold; return how many that closed."""
         if not threshold >= 0:
             raise ValueError(f"threshold must be 0 or above, got {threshold!r}")
+        self._check_can_write()
         closed = 0
         for name, value in self.values().items():
             mask = (value < threshold) & (value != 0)
@@ -77,20 +79,36 @@ class Gates:
         It opens by the smallest step, so what the layer computes is small but no longer constant.
         """
         gate = self[name]
+        self._check_can_write()
         if bool((gate.final_value() != 0).any()):
             raise ValueError(f"layer {name!r} has open gates; reopen_ is for a layer whose gates are all closed")
         return gate.open_least_closed_()
 
     def flat(self) -> Tensor:
         """All gate parameters as one vector, on the first one's device."""
-        parameters = self.parameters()
+        parameters = whole_each(self.parameters())
         return torch.cat([g.reshape(-1).to(parameters[0].device) for g in parameters])
 
     @torch.no_grad()
     def assign_(self, flat: Tensor) -> None:
         """Write a vector made by ``flat`` back into the gate parameters."""
+        self._check_can_write()
         parameters = self.parameters()
-        torch._foreach_copy_(parameters, list(torch.split(flat, [g.numel() for g in parameters])))
+        pieces = torch.split(flat, [g.numel() for g in parameters])
+        if any(is_sharded(g) for g in parameters):
+            for g, piece in zip(parameters, pieces, strict=True):
+                put_(g, piece)
+        else:
+            torch._foreach_copy_(parameters, list(pieces))
+
+    def _check_can_write(self) -> None:
+        """Raise where ``fully_shard`` would throw away what is written."""
+        if copies := [name for name, gate in self._gates.items() if is_gathered(gate, gate.g)]:
+            raise RuntimeError(
+                f"the gates on {', '.join(copies)} are copies that fully_shard gathered, as a forward without a "
+                "backward leaves them; what is written there is lost. Call reshard() on every FSDPModule first, and "
+                "name no gate in ignored_params"
+            )
 
     def __repr__(self) -> str:
         width = max([len(name) for name in (*self._gates, *self.skipped)], default=0)

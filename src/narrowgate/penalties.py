@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from narrowgate import norms
-from narrowgate.gates import HardConcreteGate
+from narrowgate.dtensors import whole_each
+from narrowgate.gates import HardConcreteGate, expected_l0
 from narrowgate.gateset import Gates
 from narrowgate.schedules import Schedule, as_schedule
 
@@ -138,7 +139,8 @@ class Penalty:
     def _expected_open(self) -> Tensor:
         """Each hard-concrete gate's probability of being open, as one vector on the first gate's device."""
         gates = [cast(HardConcreteGate, gate) for gate in self.gates.modules()]
-        return torch.cat([gate.expected_l0().to(gates[0].g.device) for gate in gates])
+        each = zip(gates, whole_each(self.gates.parameters()), strict=True)
+        return torch.cat([expected_l0(g, gate.temperature, gate.stretch).to(gates[0].g.device) for gate, g in each])
 
     def _sizes(self) -> list[int]:
         return [gate.size for gate in self.gates.modules()]

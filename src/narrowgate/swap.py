@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from narrowgate import gated
+from narrowgate.dtensors import is_sharded
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate, LinearGate
 
@@ -45,6 +46,8 @@ def check_gate_fits(name: str, layer: nn.Module, key: str, keep_function: bool =
         raise ValueError(f"layer {name!r} already has a gate (or an attribute {key!r}); leave it out with where=")
     if has_lazy_weights(layer):
         raise ValueError(f"layer {name!r} has no weights yet; run the model once on an example before gating it")
+    if any(is_sharded(parameter) for parameter in layer.parameters(recurse=False)):
+        raise ValueError(f"layer {name!r} is sharded already; attach gates before fully_shard")
     swapped = _gated_class(layer)
     if swapped is None and keep_function:
         raise ValueError(
