@@ -8,6 +8,7 @@ of a small network's training step goes into them. The next tile is on its way w
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator,attr-defined"
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,11 @@ _READERS, _WRITERS = 264, 528
 _SUMS = 128
 _TILE = 4096  # numbers a program holds at once
 _WARPS = 8
+
+# Numbers that Triton would otherwise compile anew for, where they happen to be 1 or a multiple of 16. A cut changes the
+# channels of every layer, and each kernel takes a while to compile. That channels are U times ``units`` is what lets
+# several numbers be read at once.
+_kernel = triton.jit(do_not_specialize=["rows", "units", "rows_each", "splits"])
 
 
 @triton.jit
@@ -66,8 +72,9 @@ def _column_sum(partial, splits, channel, channels, inside, S: tl.constexpr):
     return tl.sum(tl.load(partial + split[:, None] * channels + channel[None, :], mask=kept, other=0.0), axis=0)
 
 
-@triton.jit
-def _statistics(x_at, partial, rows, channels, rows_each, splits, R: tl.constexpr, C: tl.constexpr):
+@_kernel
+def _statistics(x_at, partial, rows, units, rows_each, splits, U: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    channels = units * U
     block = tl.program_id(0)
     channel = tl.program_id(1) * C + tl.arange(0, C)
     inside = channel < channels
@@ -88,7 +95,7 @@ def _statistics(x_at, partial, rows, channels, rows_each, splits, R: tl.constexp
     tl.store(partial + (splits + block) * channels + channel, tl.sum(square, axis=0), mask=inside)
 
 
-@triton.jit
+@_kernel
 def _normalise(
     x_at,
     y_at,
@@ -99,17 +106,19 @@ def _normalise(
     running_var,
     facts,
     rows,
-    channels,
+    units,
     rows_each,
     splits,
     momentum,
     eps,
     track: tl.constexpr,
     activation: tl.constexpr,
+    U: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     S: tl.constexpr,
 ):
+    channels = units * U
     block = tl.program_id(0)
     channel = tl.program_id(1) * C + tl.arange(0, C)
     inside = channel < channels
@@ -144,20 +153,22 @@ def _normalise(
         _store(y_at, y, start, end, channel, channels, inside, R)
 
 
-@triton.jit
+@_kernel
 def _gradient_sums(
     x_at,
     dy_at,
     partial,
     facts,
     rows,
-    channels,
+    units,
     rows_each,
     splits,
     activation: tl.constexpr,
+    U: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
 ):
+    channels = units * U
     block = tl.program_id(0)
     channel = tl.program_id(1) * C + tl.arange(0, C)
     inside = channel < channels
@@ -181,7 +192,7 @@ def _gradient_sums(
     tl.store(partial + (splits + block) * channels + channel, tl.sum(along, axis=0), mask=inside)
 
 
-@triton.jit
+@_kernel
 def _gradient(
     x_at,
     dy_at,
@@ -191,14 +202,16 @@ def _gradient(
     d_weight,
     d_bias,
     rows,
-    channels,
+    units,
     rows_each,
     splits,
     activation: tl.constexpr,
+    U: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     S: tl.constexpr,
 ):
+    channels = units * U
     block = tl.program_id(0)
     channel = tl.program_id(1) * C + tl.arange(0, C)
     inside = channel < channels
@@ -242,8 +255,8 @@ def forward(
     facts = torch.empty(4 * channels, device=x.device)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     mean, var = (facts, facts) if running is None else running
-    size = {"R": reading.R, "C": reading.C, "num_warps": _WARPS}
-    _statistics[reading.grid](x, partial, rows, channels, reading.rows_each, reading.splits, **size)
+    units, size = _sizes(channels, reading)
+    _statistics[reading.grid](x, partial, rows, units, reading.rows_each, reading.splits, **size)
     _normalise[writing.grid](
         x,
         y,
@@ -254,7 +267,7 @@ def forward(
         var,
         facts,
         rows,
-        channels,
+        units,
         writing.rows_each,
         reading.splits,
         momentum,
@@ -275,8 +288,9 @@ def backward(x: Tensor, dy: Tensor, facts: Tensor, activation: int) -> tuple[Ten
     partial = torch.empty(2 * reading.splits * channels, device=x.device)
     d_weight, d_bias = torch.empty(channels, device=x.device), torch.empty(channels, device=x.device)
     dx = torch.empty_like(x, memory_format=torch.channels_last)
-    size = {"activation": activation, "R": reading.R, "C": reading.C, "num_warps": _WARPS}
-    _gradient_sums[reading.grid](x, dy, partial, facts, rows, channels, reading.rows_each, reading.splits, **size)
+    units, size = _sizes(channels, reading)
+    size["activation"] = activation
+    _gradient_sums[reading.grid](x, dy, partial, facts, rows, units, reading.rows_each, reading.splits, **size)
     _gradient[writing.grid](
         x,
         dy,
@@ -286,7 +300,7 @@ def backward(x: Tensor, dy: Tensor, facts: Tensor, activation: int) -> tuple[Ten
         d_weight,
         d_bias,
         rows,
-        channels,
+        units,
         writing.rows_each,
         reading.splits,
         S=reading.room,
@@ -313,6 +327,12 @@ class _Deal:
     def room(self) -> int:
         """Room for the sums of all splits: two sizes only, since each is compiled for itself."""
         return 16 if self.splits <= 16 else _SUMS
+
+
+def _sizes(channels: int, deal: _Deal) -> tuple[int, dict[str, int]]:
+    """Channels in units, and the constants that a kernel is compiled for."""
+    unit = math.gcd(channels, 8)
+    return channels // unit, {"U": unit, "R": deal.R, "C": deal.C, "num_warps": _WARPS}
 
 
 def _deal(rows: int, channels: int, programs: int, most_splits: int) -> _Deal:
