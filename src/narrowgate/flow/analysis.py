@@ -14,6 +14,7 @@ from torch.fx import Node
 from narrowgate.flow.couplings import Couplings
 from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
+from narrowgate.flow.unknown import Numbers, open_parts, slim
 
 Sums = dict[int, tuple[dict[int, float], float]]
 """Channels that are sums of others: how much of which, and a constant."""
@@ -81,12 +82,14 @@ class Flow(Couplings):
         constants: str = "exact",
         closed: ClosedGates | None = None,
         by_head: dict[Node, int] | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
         super().__init__(model)
         self.graph = graph
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.by_head = by_head or {}  # views whose channels go along this axis, not along the innermost
         self.closed = closed
+        self.numbers = numbers or Numbers(model)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.constants = constants
         self.uses = graph.uses()
@@ -122,15 +125,11 @@ class Flow(Couplings):
     def nonzero(self, weight: str) -> Mask:
         """Which parts (first axis, second axis) of a weight can be other than 0; in training, all but closed ones."""
         tensor = self.tensors[weight].detach()
-        if self.closed is None:
-            return (tensor != 0).reshape(*tensor.shape[:2], -1).any(2).cpu().numpy()
-        pattern = np.ones(tensor.shape[:2], bool)
-        rows, columns = self.closed.get(weight, (None, None))
-        if rows is not None:
-            pattern[rows] = False
-        if columns is not None:
-            pattern[:, columns] = False
-        return pattern
+        if self.closed is None and weight not in self.numbers.missing:
+            pattern: Mask = (tensor != 0).reshape(*tensor.shape[:2], -1).any(2).cpu().numpy()
+            return slim(pattern) if weight in self.numbers.found else pattern
+        closed = self.numbers.zeros(weight) if self.closed is None else self.closed.get(weight, (None, None))
+        return open_parts(tuple(tensor.shape[:2]), *closed)
 
     def can_be_zero(self, name: str) -> bool:
         """Whether zeros of a scale are final: after training, or where a linear gate says so."""
@@ -209,7 +208,9 @@ class Flow(Couplings):
         if rule is None:
             wall_rule(self, node)
         else:
-            rule(self, node)
+            names = {self.graph.tensors[source] for source in node.all_input_nodes if source in self.graph.tensors}
+            with self.numbers.lent(names, self.tensors, self.modules[""]):
+                rule(self, node)
         if is_in_place(node) and isinstance(node.args[0], Node):
             self._replaced[self.resolve(node.args[0])] = node
 
@@ -229,11 +230,14 @@ class Flow(Couplings):
         shape = tuple(tensor.shape)
         long = [axis for axis, size in enumerate(shape) if size > 1]
         if not long:
-            return unlabelled(shape, float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else float("nan"))
+            known = tensor.numel() == 1 and name not in self.numbers.missing
+            return unlabelled(shape, float(tensor.reshape(-1)[0]) if known else float("nan"))
         axis = long[0] if len(long) == 1 else (1 if len(shape) == 4 else len(shape) - 1)
         for other in long:
             if other != axis:
                 self.pin(self.labels_of(name, other), f"for a direct use of {name}")
+        if name in self.numbers.missing:
+            return labelled(shape, axis, self.labels_of(name, axis), np.full(shape[axis], np.nan))
         rows = tensor.movedim(axis, 0).reshape(shape[axis], -1).double()
         same = (rows == rows[:, :1]).all(1)
         values = torch.where(same, rows[:, 0], torch.full_like(rows[:, 0], float("nan"))).cpu().numpy()

@@ -23,6 +23,8 @@ from narrowgate.flow.scatter import narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, Graph, layer_of, op_name, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
+from narrowgate.flow.unknown import Weights, lacks_numbers
+from narrowgate.flow.unproven import fill_vectors_, known_numbers, unknown_constants
 
 LAYOUTS = ("aligned", "scatter", "auto")
 CONSTANTS = ("exact", "fold", "drop")
@@ -134,6 +136,7 @@ def plan(
     constants: str = "exact",
     round_to: int = 1,
     training: bool = False,
+    weights: Weights | None = None,
 ) -> Plan:
     """Find every channel that is provably constant or unused; the model is not changed.
 
@@ -146,6 +149,8 @@ def plan(
         round_to: keep dead channels so that widths are multiples of this.
         training: the model goes on training: only closed gates count as dead (a zero-initialised filter is about to
             learn), and a dead channel's constant is what it is in training. For ``compact_``.
+        weights: the numbers of a model whose parameters are on the meta device or fake, by name; a
+            ``narrowgate.streamed.Checkpoint`` reads them one at a time. Without them, the plan is what its gates prove.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
@@ -153,7 +158,9 @@ def plan(
         raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
     if round_to < 1:
         raise ValueError(f"round_to must be 1 or above, got {round_to}")
-    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training)
+    if layout == "auto" and lacks_numbers(model):
+        raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
+    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights)
 
 
 @without_gc()
@@ -165,15 +172,19 @@ def plan_traced(
     constants: str,
     round_to: int,
     training: bool,
+    weights: Weights | None = None,
 ) -> Plan:
     """``plan`` with a way to trace that may remember."""
+    model, numbers = known_numbers(model, weights)
     plain = ungated(model)
     closed = closed_gates(model) if training else None
     graph = tracer(plain, example_inputs)
-    flow = Flow(graph, plain, constants, closed).run(RULES)
+    fill_vectors_(plain, numbers, graph, constants)
+    flow = Flow(graph, plain, constants, closed, None, numbers).run(RULES)
     by_head = views_by_head(flow)
     if by_head:
-        flow = Flow(graph, plain, constants, closed, by_head).run(RULES)
+        flow = Flow(graph, plain, constants, closed, by_head, numbers).run(RULES)
+    flow.walls += unknown_constants(flow)
     pin_training_only(flow, plain, example_inputs)
     while True:
         decision = decide(flow, round_to)

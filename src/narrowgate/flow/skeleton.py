@@ -23,6 +23,7 @@ from narrowgate.flow.multihead import Widen
 from narrowgate.flow.pointwise import POINTWISE
 from narrowgate.flow.splits import kind_of_split
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
+from narrowgate.flow.unknown import has_numbers
 
 # PyTorch's own layers that keep shapes and make no numbers of them: skipped, which halves the time.
 _SHAPE_KEEPING = (
@@ -179,10 +180,18 @@ def _quiet() -> Iterator[None]:
 
 def _empty(tensor: Tensor, how: Cut | None, device: str) -> Tensor:
     shape = tensor.shape if how is None else how.new_shape
-    return torch.empty(shape, dtype=tensor.dtype, device="meta" if device == "meta" else tensor.device)
+    return torch.empty(shape, dtype=tensor.dtype, device=_place(tensor, device))
 
 
 def _empty_like(leaf: Any, device: str) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
+    if not has_numbers(leaf):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=_place(leaf, device))
     return torch.empty_like(leaf, device="meta" if device == "meta" else leaf.device)
+
+
+def _place(tensor: Tensor, device: str) -> torch.device | str:
+    if device == "meta":
+        return "meta"
+    return tensor.device if has_numbers(tensor) else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from narrowgate.direct import forget_reader_
 from narrowgate.flow.analysis import ClosedGates
 from narrowgate.flow.state import Mask
 from narrowgate.flow.trace import TraceError, copy_structure
+from narrowgate.flow.unknown import Gating, Weights, has_numbers, named_tensors, put_tensor, raw
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate
 
@@ -62,6 +64,56 @@ def ungated(model: nn.Module) -> nn.Module:
     return plain
 
 
+def with_vectors(model: nn.Module, weights: Weights) -> nn.Module:
+    """A copy whose vectors, gates among them, have numbers if the weights have them; everything else is shared."""
+    copied = share_copy(model)
+    vectors = {
+        name: tensor
+        for name, tensor in named_tensors(copied)
+        if tensor.dim() < 2 and name in weights and not has_numbers(tensor)
+    }
+    for name, tensor in vectors.items():
+        number = raw(weights, name, tensor)
+        put_tensor(copied, name, nn.Parameter(number) if isinstance(tensor, nn.Parameter) else number)
+    _check_gates(copied)
+    return copied
+
+
+def gatings(model: nn.Module) -> dict[str, Gating]:
+    """What the gates of a model do to its weights and biases, by name."""
+    closed = closed_gates(model)
+    found: dict[str, Gating] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GatedLayer):
+            prefix = f"{name}." if name else ""
+            rows, columns = closed[f"{prefix}weight"]
+            outputs = columns if getattr(module, "transposed", False) else rows
+            found[f"{prefix}weight"] = Gating(partial(_multiply, module), (rows, columns))
+            found[f"{prefix}bias"] = Gating(partial(_multiply_bias, module), (outputs, None))
+    return found
+
+
+def _multiply(layer: GatedLayer, weight: Tensor) -> Tensor:
+    if layer.gate is not None:
+        weight = layer._scale_outputs(weight, layer.gate.final_value().to(weight.dtype))
+    if layer.gate_in is not None:
+        weight = layer._scale_inputs(weight, layer.gate_in.final_value().to(weight.dtype))
+    return weight
+
+
+def _multiply_bias(layer: GatedLayer, bias: Tensor) -> Tensor:
+    return bias if layer.gate is None else bias * layer.gate.final_value().to(bias.dtype)
+
+
+def _check_gates(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, Gate) and not has_numbers(module.final_value()):
+            raise ValueError(
+                f"the gate {name!r} has no numbers: it is on the meta device. Load the gates first "
+                "(model.load_state_dict(gates, strict=False, assign=True)), or hand plan the weights that hold them"
+            )
+
+
 def closed_gates(model: nn.Module) -> ClosedGates:
     """Which outputs and inputs of which weight a closed gate holds at zero, in the order of the weight's axes."""
     closed: ClosedGates = {}
@@ -89,12 +141,25 @@ def _closed(gate: Gate | None, layer: nn.Module, outputs: int) -> Mask | None:
 
 @torch.no_grad()
 def _merge_into_fresh_weights_(layer: GatedLayer) -> None:
-    weight, bias = layer.scaled(
-        None if layer.gate is None else layer.gate.final_value(),
-        None if layer.gate_in is None else layer.gate_in.final_value(),
-    )
+    out = None if layer.gate is None else layer.gate.final_value()
+    into = None if layer.gate_in is None else layer.gate_in.final_value()
+    if isinstance(layer.weight, Tensor) and not has_numbers(layer.weight):
+        _merge_without_numbers_(layer, out)
+        return
+    weight, bias = layer.scaled(out, into)
     layer.__class__ = layer.plain_class  # type: ignore[assignment]
     del layer.gate, layer.gate_in
     layer.weight = nn.Parameter(weight.detach().clone())
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone())
+
+
+def _merge_without_numbers_(layer: GatedLayer, out: Tensor | None) -> None:
+    """The weight stays as it is, to be multiplied by whoever reads its numbers (``unknown.py``)."""
+    layer.__class__ = layer.plain_class  # type: ignore[assignment]
+    del layer.gate, layer.gate_in
+    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+    assert weight is not None
+    layer.weight = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    if bias is not None and out is not None and has_numbers(bias):
+        layer.bias = nn.Parameter(bias.detach() * out.to(bias.dtype))
