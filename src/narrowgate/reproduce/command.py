@@ -15,9 +15,11 @@ def record(folder: Path, out: Path, base: Path | None, dataset: str, curve: bool
     """Write a run's record; a line that says where and what it holds."""
     made = collect(folder, base, dataset)
     if curve:
+        from rich.progress import track
+
         from narrowgate.reproduce.curve import curve_of_run
 
-        made["curve"] = curve_of_run(folder, data, device=device)
+        made["curve"] = curve_of_run(folder, data, device=device, show=lambda each: track(each, "thresholds"))
     write_record(out, made)
     share = f"{made['parameters']:,} of {made['parameters_full']:,} parameters"
     return f"{out}: test accuracy {made['accuracy']['final']:.2%}, {share}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,24 +43,25 @@ def threshold_curve(
     model: nn.Module,
     gates: Gates,
     evaluate: Callable[[nn.Module], float],
-    thresholds: Sequence[float],
+    thresholds: Iterable[float],
     example_inputs: ExampleInputs,
     *,
     layout: str = "scatter",
     constants: str = "exact",
     round_to: int = 1,
 ) -> list[CurvePoint]:
-    """A point for each threshold, in rising order; the model is not changed.
+    """A point for each threshold; the model is not changed.
 
     Args:
         gates: those of ``model``.
         evaluate: the accuracy of a network; it gets the small one, or the gated one if nothing would be left.
+        thresholds: in rising order.
         layout: as for ``ng.plan``; so are ``constants`` and ``round_to``.
     """
     if {id(g) for g in gates.parameters()} != {id(g) for g in gates_of(model).parameters()}:
         raise ValueError("these gates are not the model's: pass what attach_gates_ returned for it, or gates_of(model)")
     points: list[CurvePoint] = []
-    for threshold in sorted(thresholds):
+    for threshold in thresholds:
         cut = copy.deepcopy(model)
         # The paper closes gates "less or equal to the threshold".
         closed = _close_up_to_(gates_of(cut), threshold)
@@ -77,9 +78,16 @@ def threshold_curve(
 
 
 def curve_of_run(
-    folder: str | Path, data_path: str | None = None, thresholds: Sequence[float] = THRESHOLDS, device: str = "cpu"
+    folder: str | Path,
+    data_path: str | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
+    device: str = "cpu",
+    show: Callable[[Iterable[float]], Iterable[float]] = iter,
 ) -> dict[str, list[float | int | None]]:
-    """The curve of a finished run's last checkpoint on its test images, as columns for a record."""
+    """The curve of a finished run's last checkpoint on its test images, as columns for a record.
+
+    ``show`` gets the thresholds and gives them back one by one, as a progress bar does.
+    """
     folder = Path(folder)
     recipe = Recipe.load(folder / RECIPE)
     saved = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep).latest()
@@ -106,7 +114,7 @@ def curve_of_run(
         parts.model.eval(),
         parts.gates,
         accuracy,
-        thresholds,
+        show(sorted(thresholds)),
         example,
         layout="aligned" if part.layout == "auto" else part.layout,  # auto would time every layer at every threshold
         constants=part.constants,
