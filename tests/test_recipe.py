@@ -111,6 +111,10 @@ def test_load_reads_a_file_and_names_it_in_errors(tmp_path):
         Recipe.load(str(path))
     with pytest.raises(RecipeError, match=r"mine\.tml: no such recipe; did you mean mine\.toml\?"):
         Recipe.load(tmp_path / "mine.tml")
+    with pytest.raises(RecipeError, match=r"cifar100\.toml: no such recipe; .* has mine\.toml$"):
+        Recipe.load(tmp_path / "cifar100.toml")
+    with pytest.raises(RecipeError, match=r"cifar100\.toml: no such recipe; give a TOML file"):
+        Recipe.load(tmp_path / "nowhere" / "cifar100.toml")
     with pytest.raises(RecipeError, match="can't be read as a recipe"):
         Recipe.load(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -138,6 +139,7 @@ def _name_of(device: torch.device) -> str:
 def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
     """Fabric with its processes started, or joined where torchrun started them."""
     from lightning.fabric import Fabric
+    from lightning_utilities.core import rank_zero
 
     if torch.distributed.is_torchelastic_launched():  # torchrun was told how many
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -146,12 +148,18 @@ def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     strategy = "ddp" if devices * num_nodes > 1 else "auto"
     # Precision stays ours: Fabric's autocast keeps a cache of casts, which a captured CUDA graph can't have.
+    rank_zero.log.addFilter(_is_no_advice)
     try:
         fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)
     except (ValueError, RuntimeError) as error:
         raise TrainingError(f"can't train with accelerator {accelerator!r} x {devices}: {error}") from error
     fabric.launch()
     return fabric
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """False for Fabric's advice on float32 products: what it advises would change a run's numbers."""
+    return "set_float32_matmul_precision" not in record.getMessage()
 
 
 def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:

@@ -26,8 +26,12 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = did_you_mean(path.name, (file.name for file in sorted(path.parent.glob("*.toml"))), quoted=False)
-        raise RecipeError(f"{path}: no such recipe{near}") from None
+        others = [file.name for file in sorted(path.parent.glob("*.toml")) if file.name != "pyproject.toml"]
+        near = did_you_mean(path.name, others, quoted=False)
+        if not near and others:
+            others.sort(key=lambda name: path.stem not in name)
+            near = f"; {path.parent} has {', '.join(others[:4])}{' and others' if len(others) > 4 else ''}"
+        raise RecipeError(f"{path}: no such recipe{near or '; give a TOML file, see docs/recipes.md'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: can't be read as a recipe: {error}") from error
 
