@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowgate import norms
-from narrowgate.reproduce.cifar import is_result
+from narrowgate.reproduce.cifar import is_result, is_whole
 from narrowgate.reproduce.paper import FIGURE_2, FIGURE_4, NETWORKS, WIDEST_INSENSITIVE, Kind
 from narrowgate.reproduce.runs import Run
 
@@ -17,6 +17,7 @@ _SIGMAS = (0.1, 0.3, 1.0, 2.0)
 _COLOURS = {"none": "#555555", "l2": "#2a9d4a", "l1": "#1f6fb4", "bounded-l1": "#d1492e"}
 _MARKERS = {("none", False): "*", ("lin", False): "s", ("lin", True): "D", ("exp", False): "o", ("exp", True): "^"}
 _GATES = {"lin": "#1f6fb4", "exp": "#d1492e"}
+_OWN: Any = {"marker": "P", "color": "#7b3fa0", "markersize": 9, "linestyle": "none"}  # in no way that the paper has
 _STYLE: Any = {
     "svg.hashsalt": "narrowgate",  # else the names inside an SVG are random
     "svg.fonttype": "path",
@@ -84,9 +85,12 @@ def _trade_off(runs: Sequence[Run]) -> Any:
         for row in FIGURE_2:
             if row.network == network and row.pruned is not None and row.accuracy is not None:
                 _mark(axis, row.kind, row.pruned, row.accuracy, hollow=True)
-        mine = [run for run in runs if run.data == "cifar100" and run.network == network and is_result(run)]
+        mine = [run for run in runs if run.network == network and is_whole(run)]
         for run in mine:
-            _mark(axis, run.kind, 100 * run.pruned, 100 * run.accuracy)
+            if is_result(run):
+                _mark(axis, run.kind, 100 * run.pruned, 100 * run.accuracy)
+            else:
+                axis.plot([100 * run.pruned], [100 * run.accuracy], **_OWN)
         if not mine:
             axis.text(0.5, 0.05, "no run of ours yet", transform=axis.transAxes, ha="center", color="#777777")
         axis.set(title=f"{title}, CIFAR-100", xlabel="parameters pruned, %", xlim=(-4, 100))
@@ -94,8 +98,9 @@ def _trade_off(runs: Sequence[Run]) -> Any:
     axes[0].set_ylabel("test accuracy, %")
     for kind in dict.fromkeys(row.kind for row in FIGURE_2):
         handles[kind] = _mark(axes[0], kind, float("nan"), float("nan"))
-    labels = [str(kind) for kind in handles]
-    figure.legend(list(handles.values()), labels, loc="lower center", ncol=5, bbox_to_anchor=(0.5, -0.13), fontsize=8)
+    labels = [*map(str, handles), "our own way"]
+    (own,) = axes[0].plot([float("nan")], [float("nan")], **_OWN)
+    figure.legend([*handles.values(), own], labels, loc="lower center", ncol=6, bbox_to_anchor=(0.5, -0.13), fontsize=8)
     figure.suptitle("filled: ours, one marker a run; hollow: the paper's numbers", y=1.0, fontsize=9)
     return figure
 
@@ -111,12 +116,13 @@ def _mark(axis: Any, kind: Kind, x: float, y: float, hollow: bool = False) -> An
 def _thresholds(runs: Sequence[Run]) -> Any:
     figure, axes = _subplots(2, 3, figsize=(13, 6), sharex=True)
     for column, (network, title) in enumerate(NETWORKS.items()):
-        mine = [run for run in runs if run.network == network and run.curve is not None and is_result(run)]
+        mine = [run for run in runs if run.network == network and run.curve is not None and is_whole(run)]
         for run in (run for run in mine if run.kind in (Kind("l1", "lin"), Kind("l1", "exp"))):
             assert run.curve is not None
+            label = str(run.kind) if is_result(run) else f"{run.kind}, our own way"
             for axis, key in zip(axes[:, column], ("pruned", "accuracy"), strict=True):
                 values = [100 * value for value in run.curve[key]]
-                axis.plot(run.curve["threshold"], values, "o-", ms=4, color=_GATES[run.kind.gate], label=str(run.kind))
+                axis.plot(run.curve["threshold"], values, "o-", ms=4, color=_GATES[run.kind.gate], label=label)
         for axis in axes[:, column]:
             axis.set_xscale("symlog", linthresh=1e-8)
             axis.set(xlim=(0, 0.3), ylim=(0, 102))
