@@ -158,3 +158,10 @@ def test_the_remedy_fits_the_recipe(tmp_path, overrides, remedy):
     (notice,) = looks.notices(now, gates_at(1.0, dtype=torch.float32))
     assert remedy in notice
     assert ("before-norm" in notice) == (overrides == ["gates.placement=after-norm"])
+
+
+def test_a_penalty_that_ends_with_the_warm_up_moves_nothing(tmp_path):
+    steps = 'penalty.strength={ schedule = "stepped", values = [1e-3, 0.0], at = [1] }'
+    looks = watch(tmp_path, "lr.warmup=1", "train.epochs=2", steps, steps=1)
+    (notice,) = looks.notices(row(1, 2, closed=0.0, strength=1e-3), gates_at(1.0, dtype=torch.float32))
+    assert "Its strength is 0 wherever the learning rate is not" in notice

@@ -109,6 +109,8 @@ class Watch:
             f"From {start:g} to closed is {need:.2g}; at lr * strength / (1 - momentum) a step, times its slope, the "
             f"penalty moves a gate by {so_far:.2g} until now and {whole:.2g} over the whole run. "
         )
+        if whole == 0:
+            return text + "Its strength is 0 wherever the learning rate is not: let it last longer"
         if recipe.penalty.kind.startswith("bounded") and abs(start) > 4 * row.sigma:
             return text + f"Open gates hardly feel a norm so narrow: raise penalty.sigma (it is {row.sigma:g})"
         if whole < 1.5 * need:
