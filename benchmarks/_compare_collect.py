@@ -1,0 +1,76 @@
+"""One record of all runs that there are, and the files made of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _compare_lines import lines_added
+from _compare_methods import NETWORKS, Job
+from _compare_page import PAGE, blocks, filled, lines_table, markdown, results_of
+from _compare_plot import draw
+from _compare_runner import Work, WorkError
+from _compare_summary import points_of, summary_of
+from _record import ROOT, write_json
+
+Record = dict[str, Any]
+
+
+def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
+    """Points, verdicts, and by name what is missing or failed."""
+    path = work.folder / "settings.json"
+    if not path.exists():
+        raise WorkError(f"{work.folder} holds no runs: run them first, without --collect")
+    settings = json.loads(path.read_text())
+    runs = {job: found for job in jobs if (found := work.read(job)) is not None}
+    times = {job: json.loads(work.latency(job).read_text()) for job in runs if work.latency(job).exists()}
+    networks = {}
+    for name in dict.fromkeys(job.network for job in jobs):
+        points = points_of(name, runs, times)
+        networks[name] = {"title": NETWORKS[name].title, **summary_of(name, points), "points": points}
+    return {
+        "what": "pruning from the same start for as many epochs",
+        "about": {**about, "torch_pruning": _torch_pruning()},
+        "settings": settings,
+        "judged_on": "held-out training" if settings["validation"] else "test",
+        "seeds": list(dict.fromkeys(job.seed for job in runs)),
+        "runs": len(runs),
+        "core_hours": round(sum(run.get("seconds", 0.0) for run in runs.values()) / 3600, 2),
+        "missing": {job.name: work.last_words(job) for job in jobs if job not in runs},
+        "failed": {job.name: run["failure"] for job, run in runs.items() if "failure" in run},
+        "lines": lines_added(),
+        "networks": networks,
+    }
+
+
+def _torch_pruning() -> str | None:
+    """Its version; a folder of it on the path knows less exactly than an installed package."""
+    try:
+        import torch_pruning
+
+        return importlib.metadata.version("torch-pruning")
+    except ImportError:
+        return None
+    except importlib.metadata.PackageNotFoundError:
+        return str(torch_pruning.__version__)
+
+
+def write_all(record: Record, family: str, out: Path | None) -> list[str]:
+    """JSON, Markdown and plot, into a folder or where the documentation has them; what was written."""
+    result = results_of(family) if out is None else results_of(family, out)
+    write_json(result, record)
+    page = result.with_suffix(".md")
+    page.write_text(
+        f"# Pruned from the same start: {family}\n\n{markdown(record)}\n{lines_table(record['lines'])}",
+        encoding="utf-8",
+    )
+    drawn = draw(record, (ROOT / "docs" / "img" if out is None else out) / f"compare-{family}")
+    written = [str(path) for path in (result, page, *drawn)]
+    if out is None:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+        written.append(str(PAGE))
+    missing = len(record["missing"])
+    return [*written, f"{record['runs']} runs" + (f", {missing} missing" if missing else "")]

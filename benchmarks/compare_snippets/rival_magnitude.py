@@ -1,0 +1,26 @@
+"""Magnitude pruning, with narrowgate's removal: train, zero the smallest filters, remove them, train on."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+from narrowgate.models import LeNet5
+from narrowgate.rivals.filters import filters_of
+from narrowgate.train.ranking import close_smallest_
+
+
+def train(images: Tensor, labels: Tensor, epochs: int, share: float = 0.8) -> nn.Module:
+    model = LeNet5()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(epochs):
+        if epoch == epochs // 2:
+            close_smallest_(filters_of(model, order=1), share, per_layer=True)
+            model = ng.compact(model, ng.plan(model, images[:2]))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for x, y in zip(images.split(128), labels.split(128), strict=True):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+    return model.eval()
