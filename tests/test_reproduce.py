@@ -301,6 +301,20 @@ def test_the_readmes_mnist_table_is_in_the_result_files():
     assert len(found) == 11 and not [row for row in found if row not in known]
 
 
+def test_the_readmes_cifar_numbers_are_in_the_result_file():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (words,) = re.findall(
+        r"\[([\d.]+) %\]\((results/cifar100/[^)]+)\)[^.]*\s([\d.]+) % of the parameters and ([\d.]+) %", page
+    )
+    record = json.loads((ROOT / words[1]).read_text())
+    left = record["parameters"] / record["parameters_full"], record["multiply_adds"] / record["multiply_adds_full"]
+    assert (words[0], *words[2:]) == (
+        f"{100 * record['accuracy']['final']:.2f}",
+        *(f"{100 * each:.1f}" for each in left),
+    )
+    assert record["accuracy"]["gated"] == record["accuracy"]["after_removal"]
+
+
 def numbers_in(text):
     """All numbers of a text."""
     return [float(token) for token in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text.replace(",", ""))]
