@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
-    """Make ``target`` a folder with exactly these files; an error, or the end of the process, leaves the old one.
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to fill, which then takes the place of ``target``; an error, or the end of the process, leaves
+    the old one.
 
     Between two renames nothing is at ``target``: if the process ends there, ``surviving_folder`` finds the old one.
     """
@@ -18,8 +21,7 @@ def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
     new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         new.mkdir()
-        for name, content in files.items():
-            _write(new / name, content)
+        yield new
         _sync_folder(new)
         _swap(new, target)
     except BaseException:
@@ -27,11 +29,18 @@ def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
         raise
 
 
+def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
+    """Make ``target`` a folder with exactly these files, as ``new_folder`` does."""
+    with new_folder(target) as new:
+        for name, content in files.items():
+            write_new(new / name, content)
+
+
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file beside ``target`` and put it in its place; an error leaves the old one."""
     new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:
-        _write(new, content)
+        write_new(new, content)
         os.replace(new, target)
         _sync_folder(target.parent)
     except BaseException:
@@ -65,7 +74,8 @@ def _swap(new: Path, target: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, down to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()

@@ -36,10 +36,10 @@ def save(small: nn.Module, plan: Plan, folder: str | Path) -> None:
     A folder that ``save`` wrote before is replaced as a whole: it holds the old model or the new one at any moment.
     """
     target = Path(folder).resolve()
-    _check_target(target)
+    check_target(target)
     _check_model(small, plan)
     files = {WEIGHTS: pack(small), PLAN: plan.to_json().encode()}
-    files[META] = json.dumps(_describe(small, files), indent=1).encode()
+    files[META] = json.dumps(describe(small, files), indent=1).encode()
     replace_folder(target, files)
 
 
@@ -49,15 +49,15 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     The weights have the precision they were saved with and lie where the builder's are. Train or eval mode is the
     builder's.
     """
-    path = _find(Path(folder).resolve())
-    meta = _read_meta(path / META)
-    weights = unpack(_read(path / WEIGHTS, meta), path / WEIGHTS)
-    plan = _read_plan(path / PLAN, meta)
+    path = find(Path(folder).resolve())
+    meta = read_meta(path / META)
+    weights = unpack(read_file(path / WEIGHTS, meta), path / WEIGHTS)
+    plan = read_plan(path / PLAN, meta)
     model = _build(builder)
     uncut = {name: tensor for name, tensor in tensors_of(model, persistent=True) if name not in plan.cuts}
     check_shapes(uncut, weights, path / WEIGHTS)
     try:
-        _put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
+        put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
         convert_(model, {**{name: str(tensor.dtype) for name, tensor in weights.items()}, **meta["dtypes"]})
         small = compact(model, plan)
     except (PlanError, AttributeError, KeyError, IndexError) as error:
@@ -70,7 +70,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     return small
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
@@ -105,7 +105,7 @@ def _check_model(small: nn.Module, plan: Plan) -> None:
             )
 
 
-def _describe(small: nn.Module, files: dict[str, bytes]) -> dict[str, Any]:
+def describe(small: nn.Module, files: dict[str, bytes]) -> dict[str, Any]:
     not_saved = {name for name, _ in tensors_of(small)} - {name for name, _ in tensors_of(small, persistent=True)}
     return {
         "format": FORMAT,
@@ -119,7 +119,7 @@ def _describe(small: nn.Module, files: dict[str, bytes]) -> dict[str, Any]:
     }
 
 
-def _find(target: Path) -> Path:
+def find(target: Path) -> Path:
     path = surviving_folder(target)
     if path is None:
         raise StorageError(f"there is no folder {target}; check the path, or write it with ng.save")
@@ -133,7 +133,7 @@ def _find(target: Path) -> Path:
     return path
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
     keys = {"format": int, "class": str, "sha256": dict, "tied": dict, "frozen_gates": list, "dtypes": dict}
     try:
         meta = json.loads(path.read_bytes())
@@ -153,7 +153,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _read(path: Path, meta: dict[str, Any]) -> bytes:
+def read_file(path: Path, meta: dict[str, Any]) -> bytes:
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != meta["sha256"].get(path.name):
         raise StorageError(
@@ -163,9 +163,9 @@ def _read(path: Path, meta: dict[str, Any]) -> bytes:
     return content
 
 
-def _read_plan(path: Path, meta: dict[str, Any]) -> Plan:
+def read_plan(path: Path, meta: dict[str, Any]) -> Plan:
     try:
-        return Plan.from_json(_read(path, meta).decode())
+        return Plan.from_json(read_file(path, meta).decode())
     except StorageError:
         raise
     except ValueError as error:
@@ -188,7 +188,7 @@ def _build(builder: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _put_frozen_gates_(model: nn.Module, names: list[str], plan: Plan, weights: dict[str, Tensor]) -> None:
+def put_frozen_gates_(model: nn.Module, names: list[str], plan: Plan, weights: dict[str, Tensor]) -> None:
     """Put back the gates on whole outputs, which no weight could take in, at the size the plan expects."""
     for name in names:
         factor = weights[f"{name}.g"]

@@ -11,8 +11,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate import storage
-from narrowgate.atomic import _swap, _sync_folder
+from narrowgate.atomic import new_folder, write_new
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
@@ -76,37 +74,29 @@ def compact_to(folder: str | Path, model: nn.Module, plan: Plan, weights: Weight
         weights: its numbers by name, such as a ``Checkpoint``; they are written in the model's precision.
     """
     target = Path(folder).resolve()
-    storage._check_target(target)
+    storage.check_target(target)
     filled, numbers = known_numbers(model, weights)
     check_fits(filled, plan)
     small = compact(skeleton(filled, {}, "meta"), plan)
     layers = _Layers(ungated(filled), numbers, plan)
     text = plan.to_json().encode()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
-    try:
-        new.mkdir()
-        meta = storage._describe(small, {storage.PLAN: text})
+    with new_folder(target) as new:
+        meta = storage.describe(small, {storage.PLAN: text})
         with (new / storage.WEIGHTS).open("xb") as file:
             meta["sha256"][storage.WEIGHTS] = _write_tensors(file, small, layers)
-        (new / storage.PLAN).write_bytes(text)
-        (new / storage.META).write_text(json.dumps(meta, indent=1))
-        _sync_folder(new)
-        _swap(new, target)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+        write_new(new / storage.PLAN, text)
+        write_new(new / storage.META, json.dumps(meta, indent=1).encode())
 
 
 def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     """A saved model, as ``ng.load`` gives it; ``builder`` may make the full-size one on the meta device."""
-    path = storage._find(Path(folder).resolve())
-    meta = storage._read_meta(path / storage.META)
-    weights = unpack(storage._read(path / storage.WEIGHTS, meta), path / storage.WEIGHTS)
-    plan = storage._read_plan(path / storage.PLAN, meta)
+    path = storage.find(Path(folder).resolve())
+    meta = storage.read_meta(path / storage.META)
+    weights = unpack(storage.read_file(path / storage.WEIGHTS, meta), path / storage.WEIGHTS)
+    plan = storage.read_plan(path / storage.PLAN, meta)
     model = builder()
     check_fits(model, plan)
-    storage._put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
+    storage.put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
     saved = {name for name, _ in tensors_of(model, persistent=True)}
     lost = [name for name, tensor in named_tensors(model) if name not in saved and not has_numbers(tensor)]
     if lost:
