@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +9,14 @@ from typing import Any
 
 from _compare_lines import lines_added
 from _compare_methods import NETWORKS, Job
-from _compare_page import PAGE, blocks, filled, lines_table, markdown, results_of
+from _compare_page import PAGE, blocks, lines_table, markdown, results_of
 from _compare_plot import draw
 from _compare_runner import Work, WorkError
 from _compare_summary import points_of, summary_of
 from _record import ROOT, write_json
+from _torch_pruning import version
+
+from narrowgate.reproduce.page import between_markers
 
 Record = dict[str, Any]
 
@@ -33,7 +35,7 @@ def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
         networks[name] = {"title": NETWORKS[name].title, **summary_of(name, points), "points": points}
     return {
         "what": "pruning from the same start for as many epochs",
-        "about": {**about, "torch_pruning": _torch_pruning()},
+        "about": {**about, "torch_pruning": version()},
         "settings": settings,
         "judged_on": "held-out training" if settings["validation"] else "test",
         "seeds": list(dict.fromkeys(job.seed for job in runs)),
@@ -44,18 +46,6 @@ def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
         "lines": lines_added(),
         "networks": networks,
     }
-
-
-def _torch_pruning() -> str | None:
-    """Its version; a folder of it on the path knows less exactly than an installed package."""
-    try:
-        import torch_pruning
-
-        return importlib.metadata.version("torch-pruning")
-    except ImportError:
-        return None
-    except importlib.metadata.PackageNotFoundError:
-        return str(torch_pruning.__version__)
 
 
 def write_all(record: Record, family: str, out: Path | None) -> list[str]:
@@ -70,7 +60,7 @@ def write_all(record: Record, family: str, out: Path | None) -> list[str]:
     drawn = draw(record, (ROOT / "docs" / "img" if out is None else out) / f"compare-{family}")
     written = [str(path) for path in (result, page, *drawn)]
     if out is None:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+        PAGE.write_text(between_markers(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
         written.append(str(PAGE))
     missing = len(record["missing"])
     return [*written, f"{record['runs']} runs" + (f", {missing} missing" if missing else "")]

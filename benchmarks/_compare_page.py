@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,14 +170,3 @@ def blocks(folder: Path = ROOT / "benchmarks") -> dict[str, str]:
         image = f"![Accuracy over parameters](img/compare-{family}.png)\n\n"
         found[family] = image + markdown(json.loads(path.read_text())) + f"\n([numbers](../benchmarks/{path.name}))\n"
     return found
-
-
-def filled(page: str, found: dict[str, str]) -> str:
-    """A page with new text between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``."""
-    for name, text in found.items():
-        pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-        places = list(re.finditer(pattern, page, flags=re.DOTALL))
-        if len(places) != 1:
-            raise ValueError(f"the page has {len(places)} places for {name!r}; it needs one begin and one end")
-        page = page[: places[0].end(1)] + text + page[places[0].start(2) :]
-    return page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from narrowgate.reproduce.figures import _STYLE, _save
+from narrowgate.reproduce.figures import STYLE, save
 
 _COLOURS = {
     "narrowgate-l1": "#1f6fb4",
@@ -27,8 +27,8 @@ def draw(record: dict[str, Any], stem: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(_STYLE):
-        return _save(_figure(record), stem)
+    with matplotlib.rc_context(STYLE):
+        return save(_figure(record), stem)
 
 
 def _figure(record: dict[str, Any]) -> Any:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from _record import ROOT
 from _scale_model import GPUS, Network, Phase, link, saved
 
+from narrowgate.reproduce.figures import STYLE, save
+from narrowgate.reproduce.page import between_markers
+
 PAGE = ROOT / "docs" / "scale.md"
 FIGURE = ROOT / "docs" / "img" / "scale"
 SGD, ADAM = 12, 16  # bytes a parameter: weight and gradient, and one or two numbers of the optimizer
 _COLOURS = ("#1f6fb4", "#d1492e", "#2a9d4a")
-_STYLE: Any = {
-    "svg.hashsalt": "narrowgate",
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "figure.dpi": 120,
-}
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
@@ -33,11 +26,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 def fill(text: str, found: dict[str, Any]) -> str:
     """The page's text with its tables as they are now."""
-    for name, table in tables(found).items():
-        pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-        text, count = re.subn(pattern, lambda m, table=table: m[1] + table + m[2], text, flags=re.DOTALL)
-        assert count == 1, name
-    return text
+    return between_markers(text, tables(found))
 
 
 def write(found: dict[str, Any]) -> list[Path]:
@@ -148,16 +137,12 @@ def draw(found: dict[str, Any], stem: Path) -> list[Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
         _draw_steps(left, found)
         _draw_saved(right, found)
         figure.suptitle("simulated: measured steps on one GPU, assumed links", fontsize=9, y=0.99)
-        paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-        for path, metadata in zip(paths, ({"Software": None}, {"Date": None, "Creator": None}), strict=True):
-            figure.savefig(path, metadata=metadata, bbox_inches="tight")
-        plt.close(figure)
-    return paths
+        return save(figure, stem)
 
 
 def _draw_steps(axis: Any, found: dict[str, Any]) -> None:

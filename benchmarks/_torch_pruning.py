@@ -24,11 +24,14 @@ def require(otherwise: str) -> None:
         sys.exit(f"this benchmark compares with Torch-Pruning: pip install torch-pruning, or give {otherwise}")
 
 
-def version() -> str:
-    """Torch-Pruning's version."""
+def version() -> str | None:
+    """Torch-Pruning's version, None without it; a folder of it on the path knows less exactly than a package."""
     import importlib.metadata
 
-    return importlib.metadata.version("torch-pruning")
+    try:
+        return None if tp is None else importlib.metadata.version("torch-pruning")
+    except importlib.metadata.PackageNotFoundError:
+        return str(tp.__version__)
 
 
 def graph_of(model: nn.Module, example: Tensor) -> Any:

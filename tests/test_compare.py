@@ -21,6 +21,8 @@ import compare  # noqa: E402
 from _compare_methods import FAMILIES, NETWORKS, RATIO, Job  # noqa: E402
 from _compare_runner import Work, WorkError  # noqa: E402
 
+from narrowgate.reproduce.page import between_markers  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
@@ -290,11 +292,11 @@ def test_every_method_has_a_script():
 
 def test_the_page_is_up_to_date_with_the_results():
     text = page.PAGE.read_text(encoding="utf-8")
-    assert page.filled(text, page.blocks()) == text, "run: python benchmarks/compare.py --network NAME --collect"
+    assert between_markers(text, page.blocks()) == text, "run: python benchmarks/compare.py --network NAME --collect"
 
 
 def test_a_page_without_results_says_so_and_needs_its_markers(tmp_path):
     found = page.blocks(tmp_path)
     assert found["lenet5"] == found["mobilenetv2"] == "No run yet.\n"
     with pytest.raises(ValueError, match="0 places for 'lines'"):
-        page.filled("text", found)
+        between_markers("text", found)

@@ -72,7 +72,7 @@ def test_each_threshold_closes_what_is_below_it_on_a_copy():
         seen.append(sum(p.numel() for p in small.parameters()))
         return 0.5
 
-    points = threshold_curve(model, gates, evaluate, (0.0, 1e-6, 2e-4), image, layout="aligned")
+    points = threshold_curve(model, gates, evaluate, (2e-4, 0.0, 1e-6), image, layout="aligned")
     assert [(p.threshold, p.closed) for p in points] == [(0.0, 10), (1e-6, 10), (2e-4, 20)]
     one_neuron = 800 + 1 + 10
     assert [431_080 - p.parameters for p in points] == [10 * one_neuron, 10 * one_neuron, 20 * one_neuron]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from narrowgate.flow.unknown import fake_tensors, has_numbers
+from narrowgate.flow.unknown import fake_tensors, lacks_numbers
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -61,7 +61,7 @@ def layer_of(node: Node) -> str:
 def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
     """Trace an ungated model with torch.export; the model is left in the mode it was in."""
     args, kwargs = call_arguments(example_inputs)
-    if not all(map(has_numbers, (*model.parameters(), *model.buffers()))):
+    if lacks_numbers(model):
         fakes, args, kwargs = fake_tensors(model, args, kwargs)
         model = copy_structure(model, fakes)
     with in_mode(model, train), torch.no_grad(), warnings.catch_warnings():

@@ -29,6 +29,9 @@ THRESHOLDS = (0.0, *(float(f"{digit}e{power}") for power in range(-8, 0) for dig
 """Zero, and two a decade from 1e-8 to 0.3."""
 
 
+Show = Callable[[Iterable[float]], Iterable[float]]
+
+
 @dataclass(frozen=True)
 class CurvePoint:
     """A network with every gate up to a threshold closed; ``parameters`` is None where nothing would be left."""
@@ -43,25 +46,26 @@ def threshold_curve(
     model: nn.Module,
     gates: Gates,
     evaluate: Callable[[nn.Module], float],
-    thresholds: Iterable[float],
+    thresholds: Sequence[float],
     example_inputs: ExampleInputs,
     *,
     layout: str = "scatter",
     constants: str = "exact",
     round_to: int = 1,
+    show: Show = iter,
 ) -> list[CurvePoint]:
-    """A point for each threshold; the model is not changed.
+    """A point for each threshold, in rising order; the model is not changed.
 
     Args:
         gates: those of ``model``.
         evaluate: the accuracy of a network; it gets the small one, or the gated one if nothing would be left.
-        thresholds: in rising order.
         layout: as for ``ng.plan``; so are ``constants`` and ``round_to``.
+        show: gets the thresholds and gives them back one by one, as a progress bar does.
     """
     if {id(g) for g in gates.parameters()} != {id(g) for g in gates_of(model).parameters()}:
         raise ValueError("these gates are not the model's: pass what attach_gates_ returned for it, or gates_of(model)")
     points: list[CurvePoint] = []
-    for threshold in thresholds:
+    for threshold in show(sorted(thresholds)):
         cut = copy.deepcopy(model)
         # The paper closes gates "less or equal to the threshold".
         closed = _close_up_to_(gates_of(cut), threshold)
@@ -82,12 +86,9 @@ def curve_of_run(
     data_path: str | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     device: str = "cpu",
-    show: Callable[[Iterable[float]], Iterable[float]] = iter,
+    show: Show = iter,
 ) -> dict[str, list[float | int | None]]:
-    """The curve of a finished run's last checkpoint on its test images, as columns for a record.
-
-    ``show`` gets the thresholds and gives them back one by one, as a progress bar does.
-    """
+    """The curve of a finished run's last checkpoint on its test images, as columns for a record."""
     folder = Path(folder)
     recipe = Recipe.load(folder / RECIPE)
     saved = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep).latest()
@@ -114,11 +115,12 @@ def curve_of_run(
         parts.model.eval(),
         parts.gates,
         accuracy,
-        show(sorted(thresholds)),
+        thresholds,
         example,
         layout="aligned" if part.layout == "auto" else part.layout,  # auto would time every layer at every threshold
         constants=part.constants,
         round_to=part.round_to,
+        show=show,
     )
     full = json.loads((folder / RESULT).read_text(encoding="utf-8"))["parameters_full"]
     return {

@@ -18,7 +18,7 @@ _COLOURS = {"none": "#555555", "l2": "#2a9d4a", "l1": "#1f6fb4", "bounded-l1": "
 _MARKERS = {("none", False): "*", ("lin", False): "s", ("lin", True): "D", ("exp", False): "o", ("exp", True): "^"}
 _GATES = {"lin": "#1f6fb4", "exp": "#d1492e"}
 _OWN: Any = {"marker": "P", "color": "#7b3fa0", "markersize": 9, "linestyle": "none"}  # in no way that the paper has
-_STYLE: Any = {
+STYLE: Any = {
     "svg.hashsalt": "narrowgate",  # else the names inside an SVG are random
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
@@ -42,13 +42,13 @@ def draw_all(runs: Sequence[Run], folder: Path) -> list[Path]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, draw in drawings.items():
-            written += _save(draw(), folder / name)
+            written += save(draw(), folder / name)
     return written
 
 
-def _save(figure: Any, stem: Path) -> list[Path]:
+def save(figure: Any, stem: Path) -> list[Path]:
     """Without dates and versions, which would change with every run."""
     import matplotlib.pyplot as plt
 

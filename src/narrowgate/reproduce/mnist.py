@@ -63,8 +63,7 @@ def _results(runs: Sequence[Run], chosen: set[str]) -> Table:
 
 def _ours(row: LeNetRow, group: Sequence[Run], chosen: set[str]) -> tuple[str, ...]:
     kept = _mean_widths(group)
-    weights = statistics.fmean(lenet_weights(run.widths or ()) for run in group)
-    errors = [100 * (1 - run.accuracy) for run in group]
+    weights, errors = statistics.fmean(map(_weights, group)), [_error(run) for run in group]
     smaller, better = weights <= lenet_weights(row.kept), round(statistics.fmean(errors), 4) <= row.error
     settings = f"{group[0].settings}, {group[0].epochs} epochs{', chosen' if group[0].config in chosen else ''}"
     reached = judge(smaller, better)
@@ -108,7 +107,7 @@ def _tries(runs: Sequence[Run]) -> Table:
     rows = []
     for group in sorted(groups(runs), key=lambda group: (str(group[0].kind), -(group[0].strength or 0), group[0].file)):
         errors = [100 * (1 - (run.validation or 0)) for run in group]
-        weights = statistics.fmean(lenet_weights(run.widths or ()) for run in group)
+        weights = statistics.fmean(map(_weights, group))
         run = group[0]
         kept = _dashed(_mean_widths(group))
         settings = f"{run.settings}, {run.epochs} epochs"

@@ -28,13 +28,17 @@ def sections(folder: Path) -> dict[str, list[Table]]:
 
 
 def with_tables(page: str, tables: dict[str, list[Table]]) -> str:
-    """A page whose text between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` is the section of that name."""
-    for name, found in tables.items():
+    """A page with the tables of each section between the markers of that name."""
+    return between_markers(page, {k: "\n".join(table.to_markdown() for table in v) for k, v in tables.items()})
+
+
+def between_markers(page: str, texts: dict[str, str]) -> str:
+    """A page whose text between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` is the one of that name."""
+    for name, text in texts.items():
         pattern = rf"(<!-- {name}: begin[^>]*-->\n).*?(<!-- {name}: end -->)"
         places = list(re.finditer(pattern, page, flags=re.DOTALL))
         if len(places) != 1:
             raise RecordError(f"the page has {len(places)} places for {name!r}; it needs one begin and one end")
-        text = "\n".join(table.to_markdown() for table in found)
         page = page[: places[0].end(1)] + text + page[places[0].start(2) :]
     return page
 
