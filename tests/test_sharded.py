@@ -191,6 +191,7 @@ def refusals(team):
     attempt(found, "not sharded", lambda: ng.shrink_sharded_(model, stale, batches[0], shard=shard))
     shard(model)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
+    attempt(found, "plan alone", lambda: ng.plan(model, batches[0]))
     attempt(found, "stale optimizer", lambda: ng.shrink_sharded_(model, stale, batches[0], shard=shard))
     attempt(found, "no plan", lambda: ng.shrink_sharded_(model, optimizer, "nonsense", shard=shard))
     train(model, optimizer, penalty_for(gates, "loss"), "loss", batches[:1])
@@ -326,6 +327,7 @@ def test_planning_draws_no_random_numbers(found):
 def test_what_is_refused(found):
     first, second = found("refusals")
     assert "call fully_shard on it first" in first["not sharded"]
+    assert "TraceError" in first["plan alone"] and "inside `with ng.gathered(model):`" in first["plan alone"]
     assert "make the optimizer after fully_shard" in first["stale optimizer"]
     assert "shard= left the model" in first["no shard"]
     assert first["no plan"].startswith(("TraceError", "TypeError", "ValueError"))

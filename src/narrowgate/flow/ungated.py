@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from narrowgate.batched import forget_prepared_gates_
 from narrowgate.direct import forget_reader_
+from narrowgate.dtensors import is_sharded
 from narrowgate.flow.analysis import ClosedGates
 from narrowgate.flow.state import Mask
 from narrowgate.flow.trace import TraceError, copy_structure
@@ -35,7 +36,12 @@ class FrozenGate(Gate):
 def share_copy(model: nn.Module) -> nn.Module:
     """A copy of the module tree that shares every parameter and buffer with the original."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_sharded(tensor):
+            raise TraceError(
+                f"{name!r} is sharded by fully_shard: each process has a part of it. Call this inside `with "
+                "ng.gathered(model):`, or cut the model while it trains with ng.shrink_sharded_"
+            )
         memo[id(tensor)] = tensor
     try:
         return copy_structure(model, memo)
