@@ -151,6 +151,16 @@ def test_the_front_is_drawn_and_its_points_open_runs(open_page, runs):
     assert page.evaluate(line) != drawn
 
 
+def test_runs_of_nearly_one_size_have_different_numbers_on_the_axis(open_page, run, folder):
+    near = [copy_run(run, folder / "near" / name) for name in ("a", "b")]
+    for path, parameters in zip(near, (560_018, 562_087), strict=True):
+        change_json(path / "result.json", parameters=parameters)
+    page = open_page(*near)
+    ticks = page.evaluate("[...document.querySelectorAll('#trade-off svg text')].map(text => text.textContent)")
+    numbers = [tick for tick in ticks if tick.endswith(" k")]
+    assert len(numbers) > 2 and len(set(numbers)) == len(numbers)
+
+
 def test_light_dark_and_a_phone(open_page, runs):
     colours = []
     for dark in (False, True):

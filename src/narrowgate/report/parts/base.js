@@ -15,16 +15,16 @@ const shape = (tag, attributes = {}, ...children) => fill(document.createElement
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 const percent = (share, digits = 1) => (known(share) ? `${(100 * share).toFixed(digits)}%` : "not known");
 const whole = (value) => (known(value) ? Math.round(value).toLocaleString("en-GB") : "not known");
-function short(value) {
+function short(value, digits = 3) {
   if (!known(value)) return "not known";
   for (const [size, unit] of [
     [1e9, " G"],
     [1e6, " M"],
     [1e3, " k"],
   ]) {
-    if (Math.abs(value) >= size) return Number((value / size).toPrecision(3)) + unit;
+    if (Math.abs(value) >= size) return Number((value / size).toPrecision(digits)) + unit;
   }
-  return String(Number(value.toPrecision(3)));
+  return String(Number(value.toPrecision(digits)));
 }
 const count = (value) => (known(value) && value >= 1e6 ? short(value) : whole(value));
 function time(seconds) {

@@ -88,10 +88,11 @@ function tradeOff(runs, fronts, open) {
     const log = Math.max(...xs) / Math.min(...xs) > 8;
     const room = (Math.max(...ys) - Math.min(...ys)) * 0.15 || 0.01;
     const wide = (Math.max(...xs) - Math.min(...xs)) * 0.08 || Math.max(...xs) * 0.1;
+    const nearness = Math.max(...xs) / wide; // runs of nearly one size need more digits to be told apart
     const x = {
       log,
       label: `${key.replace("_", "-")} left${log ? " (log scale)" : ""}`,
-      format: short,
+      format: (value) => short(value, Math.max(3, 1 + Math.ceil(Math.log10(nearness)))),
       min: log ? Math.min(...xs) / 1.3 : Math.max(0, Math.min(...xs) - wide),
       max: log ? Math.max(...xs) * 1.3 : Math.max(...xs) + wide,
     };
