@@ -92,6 +92,16 @@ def test_a_compiled_run_ends_alike(tmp_path, images):
     load_small(tmp_path / "compiled")
 
 
+def test_a_run_shows_the_size_that_its_layout_will_have_at_the_end(tmp_path, small_images):
+    settings = ("shrink.when='during'", "shrink.every=1", "train.epochs=4")
+    scatter = train(RESNET, tmp_path / "scatter", small_images, *settings, "shrink.layout='scatter'")
+    aligned = train(RESNET, tmp_path / "aligned", small_images, *settings, "shrink.layout='aligned'")
+    assert scatter.parameters < aligned.parameters
+    shown = rows(tmp_path / "scatter")[-1]
+    assert (shown["parameters"], shown["multiply_adds"]) == (scatter.parameters, scatter.multiply_adds)
+    assert rows(tmp_path / "aligned")[-1]["parameters"] >= aligned.parameters
+
+
 def test_a_budget_is_met(tmp_path, images):
     result = train(LENET, tmp_path / "run", images, "budget.target='params: 40%'", "train.epochs=8")
     assert result.parameters / result.parameters_full == pytest.approx(0.4, abs=0.02)

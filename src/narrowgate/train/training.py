@@ -31,7 +31,7 @@ from narrowgate.train.watch import Watch
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-_LOOKS = 10  # how often a run that removes at its end looks at what would be left
+_LOOKS = 10  # how often a run that removes more at its end looks at what would be left
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,9 @@ class Training:
             self.team.check_same(self.shrinker.digest(), "removed other channels")
             self.left = Size.of(self.parts.model, self.example)
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
-        elif self.recipe.shrink.when != "during" and self._is_time_to_look():
+        # What goes at the end only: everything, or what takes index operations.
+        more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"
+        if more_at_the_end and (shrunk is not None or self._is_time_to_look()):
             self.left = self._left_after_removal()
         return event
 
