@@ -1,5 +1,6 @@
 """Trouble is named once, with the epoch, the layer and what to change; a healthy run hears nothing."""
 
+from dataclasses import replace
 from math import inf, nan
 
 import pytest
@@ -97,6 +98,22 @@ def test_no_progress_is_told_after_a_third_and_once(tmp_path):
 @pytest.mark.parametrize("changes", [{"strength": 0.0}, {"closed": 0.01}])
 def test_where_there_is_progress_or_no_penalty(tmp_path, changes):
     assert watch(tmp_path).notices(row(20, 30, **{"closed": 0.0, **changes}), gates_at(1.0, 0.9)) == []
+
+
+ENDS = "penalty.strength={ schedule = 'stepped', values = [1e-3, 0.0], at = [20] }"
+
+
+def test_gates_that_hover_when_the_penalty_ends(tmp_path):
+    gates = gates_at(1.0, 5e-4, -5e-4, 0.0, dtype=torch.float32)
+    last = row(20, 30, closed=0.25, strength=1e-3, sigma=1.0, lr=0.1)
+    (notice,) = watch(tmp_path, ENDS).notices(last, gates)
+    assert "epoch 20: the penalty ends here, while 2 gates hover around zero" in notice and "by 0.001 a step" in notice
+    assert "penalty.proximal = true" in notice
+    for change in ({"epoch": 19}, {"lr": 1e-4}):
+        assert watch(tmp_path, ENDS).notices(replace(last, **change), gates) == []
+    budget = ("budget.target=params: 30%", "budget.steer=false")
+    for changes in (("penalty.proximal=true",), budget, ("optimizer.kind=adamw",)):
+        assert watch(tmp_path, ENDS, *changes).notices(last, gates) == []
 
 
 def test_a_budget_steers_by_itself(tmp_path):

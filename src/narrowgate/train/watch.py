@@ -1,4 +1,4 @@
-"""Trouble that a run can name: a loss that is no number, layers that closed for good, gates that do not close."""
+"""Trouble that a run can name: a loss that is no number, layers that closed for good, gates that do not stay closed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Watch:
             device = gates.parameters()[0].device
             flat = torch.cat([gate.final_value().reshape(-1).to(device) for gate in gates.modules()])
         values = dict(zip(gates, torch.split(flat.float().cpu(), sizes), strict=True))  # one transfer for all layers
-        found = [self._collapse(row, values), self._no_progress(row, values)]
+        found = [self._collapse(row, values), self._no_progress(row, values), self._let_go(row, values)]
         return [notice for notice in found if notice]
 
     def _collapse(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
@@ -94,6 +94,24 @@ class Watch:
         return (
             f"epoch {row.epoch} of {row.epochs}: no gate has closed yet, the smallest value is {smallest:.2g}. "
             f"{self._estimate(row)}{self._placement()}"
+        )
+
+    def _let_go(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
+        """A penalty that ends while its gates still jitter around zero: what is not closed then opens again."""
+        recipe = self._recipe
+        ends = row.strength > 0 and row.epoch < row.epochs and recipe.strength_schedule()(row.epoch) == 0
+        in_loss = recipe.gates.kind == "exponential" and not recipe.penalty.proximal and not recipe.budget.target
+        if not ends or not in_loss or recipe.optimizer.kind != "sgd":
+            return ""
+        speed = row.lr * recipe.gates.lr_factor / (1 - recipe.optimizer.momentum)
+        reach = speed * row.strength * _slope(recipe, CLOSING_POINT, row.sigma)
+        hovering = sum(int(((value > 0) & (value <= reach**2)).sum()) for value in values.values())
+        if not hovering:
+            return ""
+        return (
+            f"epoch {row.epoch}: the penalty ends here, while {hovering} gates hover around zero (lr * strength / (1 - "
+            f"momentum), times its slope, moves them by {reach:.2g} a step); without it they open again. "
+            "penalty.proximal = true stops gates at zero, or let the penalty last until the learning rate is low"
         )
 
     def _estimate(self, row: EpochRow) -> str:
