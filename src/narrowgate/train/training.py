@@ -65,7 +65,6 @@ class Training:
         self.feed = make_feed(recipe, data, place)
         self.epoch, self.seconds, self.best = 0, 0.0, -1.0
         self._loop: Loop | None = None
-        self._closed_at_last_look: float | None = None
         self._watch = Watch(recipe, folder, self.feed.steps)
         self._log = RunLog(folder) if place.rank == 0 else None
 
@@ -193,8 +192,8 @@ class Training:
         """Shrink and steer; what happened, for the log."""
         self.team.share_buffers_(self.parts.model)
         if self.shrinker is None:
-            if self.parts.gates is not None:
-                self._look()
+            if self.parts.gates is not None and self._is_time_to_look():
+                self.left = self._left_after_removal()
             return ""
         event = ""
         self.parts.optimizer.zero_grad(set_to_none=True)  # gradients may lie in the graph's memory
@@ -214,17 +213,12 @@ class Training:
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
         # What goes at the end only: everything, or what takes index operations.
         more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"
-        if more_at_the_end:
-            self._look(now=shrunk is not None)
+        if more_at_the_end and (shrunk is not None or self._is_time_to_look()):
+            self.left = self._left_after_removal()
         return event
 
-    def _look(self, now: bool = False) -> None:
-        """From time to time, see what removal would leave, if gates have closed or opened since the last look."""
-        if not now and (self.epoch + 1) % max(1, self.recipe.train.epochs // _LOOKS):
-            return
-        closed = self.closed_fraction()
-        if now or closed != self._closed_at_last_look:
-            self.left, self._closed_at_last_look = self._left_after_removal(), closed
+    def _is_time_to_look(self) -> bool:
+        return (self.epoch + 1) % max(1, self.recipe.train.epochs // _LOOKS) == 0
 
     def _left_after_removal(self) -> Size:
         """What removing the closed channels now would leave; as before where that can't be told."""
