@@ -25,10 +25,10 @@ def markdown(record: Record) -> str:
     """A whole result: what ran, who wins, and every point."""
     made, settings = record["about"], record["settings"]
     parts = [
-        f"Made by `{made['command']}` ({made['date'][:10]}, {made['device']}, PyTorch {made['versions']['torch']}, "
-        f"Torch-Pruning {made['torch_pruning'] or 'missing'}): {settings['epochs']} epochs for every method, "
+        f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {made['torch_pruning'] or 'missing'}): "
+        f"{settings['epochs']} epochs for every method, trained with `--device {settings['device']}`, "
         f"{_images(settings)} training images, seeds {', '.join(map(str, record['seeds']))}, judged on "
-        f"{record['judged_on']} images.",
+        f"{record['judged_on']} images. {_timed_on(record)}",
         *(line for name, found in record["networks"].items() for line in _network(name, found)),
     ]
     if record["missing"]:
@@ -36,6 +36,13 @@ def markdown(record: Record) -> str:
     for job, why in record["failed"].items():
         parts.append(f"Failed: `{job}`: {why}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _timed_on(record: Record) -> str:
+    """Where latency was measured, which need not be where the tables were made."""
+    points = [point["latency"] for found in record["networks"].values() for point in found["points"]]
+    places = sorted({f"{times['device']}, PyTorch {times['torch']}" for times in points if times is not None})
+    return f"Latency is of {' and '.join(places)}." if places else "Latency was not measured."
 
 
 def _images(settings: Record) -> str:

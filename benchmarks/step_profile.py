@@ -16,13 +16,8 @@ from pathlib import Path
 import torch
 from _record import ROOT, about, table, write_json
 from torch.profiler import ProfilerActivity, profile
-from train_speed import GPU_RECIPE
+from train_speed import GPU_RECIPE, Engine
 
-from narrowgate.train.data import load_data
-from narrowgate.train.engine import launch
-from narrowgate.train.feed import Place
-from narrowgate.train.recipe import Recipe
-from narrowgate.train.show import Show
 from narrowgate.train.step import GraphLoop
 from narrowgate.train.training import Training
 
@@ -49,18 +44,14 @@ def main() -> None:
 
 def kernels_of(model: str, closed: str, data: Path) -> tuple[Counter[str], Counter[str]]:
     """Microseconds and number of kernels a step, by kind."""
-    recipe = Recipe.from_toml(
-        GPU_RECIPE.format(model=model, placement="after-norm", compile="false"),
-        ['shrink.when="during"', "shrink.every=1000", 'shrink.layout="scatter"'],
-    )
-    fabric = launch("cuda", 1, 1)
+    text = GPU_RECIPE.format(model=model, placement="after-norm", compile="false")
     with tempfile.TemporaryDirectory() as folder:
-        place, loaded = Place(fabric.device), load_data(recipe.data, str(data))
-        training = Training(recipe, Path(folder), loaded, place, fabric, Show(None, 1, quiet=True))
+        engine = Engine(text.replace('when = "off"', 'when = "during"\nevery = 1'), data, Path(folder), "cuda")
+        training = engine.training
         if closed:
             cut_(training, float(closed))
         loop = training.loop_for(training.parts)
-        training.run_epoch(loop, 0, recipe.lr_at)  # captures the graph
+        training.run_epoch(loop, 0, training.recipe.lr_at)  # captures the graph
         assert isinstance(loop, GraphLoop) and loop._graph is not None, "the step could not be captured"
         training.feed.start(1)
         torch.cuda.synchronize()
@@ -68,7 +59,7 @@ def kernels_of(model: str, closed: str, data: Path) -> tuple[Counter[str], Count
             for _ in range(STEPS):
                 loop._graph.replay()
             torch.cuda.synchronize()
-        training.close()
+        engine.close()
     time: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in watched.events() or ():
@@ -87,7 +78,7 @@ def cut_(training: Training, share: float) -> None:
         closed = torch.rand(gate.size, generator=generator) < share
         closed[0] = False
         gate.g[closed.to(gate.g.device)] = 0.0
-    training.shrinker.step(999)
+    training.shrinker.step(0)
 
 
 def kind_of(kernel: str) -> str:
