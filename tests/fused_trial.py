@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from narrowgate.train import fused, norm_kernels
+from narrowgate import models
+from narrowgate.models.mobilenet import InvertedResidual as bottleneck
+from narrowgate.train import fused, norm_launch, wide
 
 CHANNELS_LAST = torch.channels_last
 calls: list[int] = []
+added: list[bool] = []
 
 
 def kernels() -> dict[str, list[float]]:
@@ -30,7 +33,8 @@ def kernels() -> dict[str, list[float]]:
             wanted = [y, *torch.autograd.grad(y, exact, dy.double()), *running]
             ours = [t.clone().requires_grad_() for t in (x.contiguous(memory_format=CHANNELS_LAST), weight, bias)]
             moved = torch.zeros(shape[1]), torch.ones(shape[1])
-            y = fused._NormActivation.apply(*ours, moved, 0.1, 1e-5, activation)
+            norm = norm_launch.Norm(shape[1], shape[1], 0.1, 1e-5, activation)
+            y = fused._NormActivation.apply(*ours, moved, norm)[0]
             seen = [y, *torch.autograd.grad(y, ours, dy), *moved]
             found[f"{list(shape)} {activation}"] = [
                 float(((a - b).abs().max() / a.abs().max()).detach()) for a, b in zip(wanted, seen, strict=True)
@@ -60,19 +64,71 @@ class Uses(nn.Module):
         return fifth * fifth.shape[1], self.norms[5](fifth)
 
 
-def model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, object]:
+class Odd(nn.Module):
+    """Odd widths in every way: chains, sums in and out of place, each channel for itself, groups, joined, pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 9, 3, padding=1, bias=False), nn.BatchNorm2d(9)
+        self.second, self.norm2 = nn.Conv2d(9, 9, 3, padding=1), nn.BatchNorm2d(9)
+        self.each, self.norm3 = nn.Conv2d(9, 9, 3, padding=1, groups=9, bias=False), nn.BatchNorm2d(9)
+        self.groups, self.norm4 = nn.Conv2d(18, 6, 1, groups=3), nn.BatchNorm2d(6)
+        self.last, self.fc = nn.Conv2d(6, 5, 1), nn.Linear(5, 4)
+        self.pool = nn.AvgPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(F.relu(self.norm1(x)))
+        x = self.norm2(y) + x  # both wide, and read twice
+        z = self.norm3(self.each(x))
+        z += x  # in place, on what has not been computed
+        x = torch.cat([z, F.dropout(self.each(z), 0.0)], 1)
+        x = F.relu(self.norm4(self.groups(self.pool(x))))
+        return self.fc(self.last(x).relu_().mean((2, 3)))
+
+
+def dropout() -> dict[str, float]:
+    """Norms with dropout behind them: how much is dropped, how alike two are, and the gradients' differences."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(12) for _ in range(2)]
+    x = (torch.randn(64, 12, 9, 9) + 3).contiguous(memory_format=CHANNELS_LAST)
+    forward = fused.Fused(_refuse).around(lambda x: [F.dropout(norm(x), 0.3) for norm in norms])
+    masks, worst = [], 0.0
+    for _ in range(2):
+        mine = x.clone().requires_grad_()
+        kept = [y / F.batch_norm(x, None, None, None, None, True) for y in forward(mine)]
+        masks += [(mask.detach() * 0.7).round() for mask in kept]
+        weights = [torch.randn_like(x) for _ in norms]
+        results = forward(mine)
+        masks += [(y.detach() != 0).float() for y in results]
+        pairs = zip(results, weights, strict=True)
+        found = torch.autograd.grad(sum((y * w).sum() for y, w in pairs), [mine, norms[0].weight])
+        other = x.clone().requires_grad_()
+        plain = [F.batch_norm(other, None, None, norm.weight, norm.bias, True) for norm in norms]
+        plain = [y * mask / 0.7 for y, mask in zip(plain, masks[-2:], strict=True)]
+        pairs = zip(plain, weights, strict=True)
+        wanted = torch.autograd.grad(sum((y * w).sum() for y, w in pairs), [other, norms[0].weight])
+        worst = max(worst, *(_apart(a, b) for a, b in zip(wanted, found, strict=True)))
+    alike = max(float((a == b).float().mean()) for i, a in enumerate(masks) for b in masks[:i])
+    shares = [float((mask == 0).float().mean()) for mask in masks]
+    return {"gradients": worst, "alike": alike, "least": min(shares), "most": max(shares)}
+
+
+def model(build: Callable[[], nn.Module], shape: tuple[int, ...], half: bool = False) -> dict[str, object]:
     """Differences of a whole model's outputs, gradients and buffers, and which activations were fused."""
     torch.manual_seed(0)
     plain = build().to(memory_format=CHANNELS_LAST).train()
     other = copy.deepcopy(plain)
-    forward = fused.FusedNorms(_refuse).around(other)
+    forward = fused.Fused(_refuse).around(other)
     calls.clear()
+    added.clear()
     worst = {"outputs": 0.0, "gradients": 0.0, "buffers": 0.0}
     for _ in range(2):
         x = torch.randn(shape).contiguous(memory_format=CHANNELS_LAST)
         results = []
         for net in (plain, forward):
-            result = net(x)
+            with torch.autocast("cpu", torch.bfloat16, half, cache_enabled=False):
+                result = net(x)
             result = result if isinstance(result, tuple) else (result,)
             sum((piece * torch.linspace(-1, 1, piece.numel()).view_as(piece)).sum() for piece in result).backward()
             results.append(result)
@@ -81,7 +137,7 @@ def model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, o
     scale = max(float(a.grad.abs().max()) for a, _ in pairs)
     worst["gradients"] = max(float((a.grad - b.grad).abs().max()) / scale for a, b in pairs)
     worst["buffers"] = max(float((a - b).abs().max()) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
-    return {**worst, "fused": [calls.count(kind) for kind in range(3)]}
+    return {**worst, "fused": [calls.count(kind) for kind in range(3)], "added": sum(added)}
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -106,32 +162,55 @@ def escapes() -> dict[str, object]:
 
     norm, notices = nn.BatchNorm2d(3), []
     x = torch.randn(2, 3, 4, 4).contiguous(memory_format=CHANNELS_LAST)
-    forward = fused.FusedNorms(notices.append).around(lambda x: Twice.apply(norm(x)))
+    forward = fused.Fused(notices.append).around(lambda x: Twice.apply(norm(x)))
     for _ in range(2):
         forward(x).square().sum().backward()
     return {"notices": notices, "gradient": float(norm.weight.grad.abs().min())}
 
 
 def main() -> None:
-    whole = norm_kernels.forward
+    whole = norm_launch.forward
 
     def counted(*args):
-        calls.append(args[-1])
+        calls.append(args[-1].activation)
         return whole(*args)
 
-    norm_kernels.forward = counted
+    back = norm_launch.backward
+
+    def counted_back(*args):
+        added.append(args[2] is not None)
+        return back(*args)
+
+    norm_launch.forward, norm_launch.backward = counted, counted_back
     block = nn.Sequential
+    images = (4, 3, 8, 8)
     print(
         json.dumps(
             {
+                "dropout": dropout(),
+                "residual": model(lambda: models.PreActResNet(20, 5, 0.0), images),
+                "dense": model(lambda: models.DenseNet(7, 4, 5, 0.0), images),
                 "trial": fused.why_not(torch.device("cpu")),
                 "kernels": kernels(),
                 "uses": model(Uses, (3, 3, 6, 6)),
                 "sequence": model(lambda: block(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(True)), (4, 3, 9, 9)),
                 "escapes": escapes(),
+                "half": model(Odd, images, half=True),
+                **evenly_wide(),
             }
         )
     )
+
+
+def evenly_wide() -> dict[str, object]:
+    """The same with even widths, which are for half precision: in float32 here, where a mistake shows."""
+    wide.HALVES.append(torch.float32)
+    images = (4, 3, 8, 8)
+    return {
+        "odd": model(Odd, images),
+        "odd dense": model(lambda: models.DenseNet(7, 3, 5, 0.0), images),
+        "odd inverted": model(lambda: nn.Sequential(bottleneck(3, 5, 3, 1), bottleneck(5, 5, 3, 1)), images),
+    }
 
 
 if __name__ == "__main__":

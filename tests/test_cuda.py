@@ -117,8 +117,8 @@ def test_a_new_epoch_makes_no_new_tensor(kind):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_fused_norms_train_as_plain_ones(half):
-    """A few steps of a captured graph with Triton's kernels end where steps with PyTorch's own do."""
-    from narrowgate.train.fused import FusedNorms, why_not
+    """A few steps with Triton's kernels end where steps with PyTorch's own do."""
+    from narrowgate.train.fused import Fused, why_not
 
     assert why_not(torch.device("cuda", 0)) == ""
 
@@ -126,7 +126,7 @@ def test_fused_norms_train_as_plain_ones(half):
         torch.manual_seed(0)
         model = ConvNet().cuda().to(memory_format=torch.channels_last).train()
         ng.attach_gates_(model, placement="after-norm")
-        forward = FusedNorms(pytest.fail).around(model) if fused else model
+        forward = Fused(pytest.fail).around(model) if fused else model
         optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, foreach=True)
         x = images().cuda().to(memory_format=torch.channels_last)
         for _ in range(5):
@@ -139,3 +139,41 @@ def test_fused_norms_train_as_plain_ones(half):
 
     tolerance = 3e-2 if half else 1e-4
     assert_same(trained(True), trained(False), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("network", ["dense", "residual", "cut"])
+def test_half_precision_in_fewer_kernels_is_as_exact_as_in_many(network):
+    """Odd widths, sums, concatenations, pooling: the second step's gradients against those in float32."""
+    from narrowgate.models import DenseNet, PreActResNet, build
+    from narrowgate.train.fused import Fused
+
+    def gradient(half, fused):
+        torch.manual_seed(0)
+        if network == "dense":
+            model = DenseNet(13, 5, 10, 0.0)
+        elif network == "residual":
+            model = PreActResNet(29, 10, 0.0)
+        else:
+            model = build("mobilenetv2", 10, dropout=0.0)
+            gates = ng.attach_gates_(model, placement="after-norm")
+            with torch.no_grad():
+                for gate in gates.modules():
+                    gate.g[torch.randperm(gate.size)[: gate.size // 3]] = 0.0
+            example = torch.randn(1, 3, 32, 32)
+            model = ng.compact(model, ng.plan(model, example))
+        model = model.cuda().to(memory_format=torch.channels_last).train()
+        forward = Fused(pytest.fail).around(model) if fused else model
+        x = torch.randn(64, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(10, (64,), device="cuda")
+        for _ in range(2):  # weights are cast together from the second on
+            model.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half, cache_enabled=False):
+                y = forward(x)
+            torch.nn.functional.cross_entropy(y.float(), labels).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    torch.backends.cudnn.allow_tf32 = False
+    exact = gradient(half=False, fused=False)
+    assert (gradient(half=False, fused=True) - exact).norm() < 2e-3 * exact.norm()
+    plain = (gradient(half=True, fused=False) - exact).norm()
+    assert (gradient(half=True, fused=True) - exact).norm() < 1.5 * plain

@@ -1,4 +1,4 @@
-"""Norms fused with their activation compute what PyTorch's do. Triton's interpreter runs the kernels on the CPU."""
+"""A step in fewer kernels computes what PyTorch's own do. Triton's interpreter runs the kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -46,6 +46,32 @@ def test_a_norm_and_its_activation_are_one(trial: dict[str, Any]) -> None:
     sequence = trial["sequence"]
     assert max(sequence["outputs"], sequence["gradients"], sequence["buffers"]) < 1e-5
     assert sequence["fused"] == [0, 2, 0]
+
+
+def test_what_a_norm_and_a_sum_both_read_gets_one_gradient(trial: dict[str, Any]) -> None:
+    for network, added in (("residual", 2 * 3), ("dense", 2 * 3), ("uses", 2)):
+        found = trial[network]
+        assert max(found["outputs"], found["gradients"], found["buffers"]) < 1e-5, network
+        assert found["added"] == added, network  # in two steps
+
+
+def test_dropout_behind_a_norm_is_dropout(trial: dict[str, Any]) -> None:
+    found = trial["dropout"]
+    assert found["gradients"] < 5e-5
+    # 49,766 numbers a mask, 30 % of them dropped: no two masks of 8 agree by more than chance.
+    assert 0.29 < found["least"] <= found["most"] < 0.31
+    assert found["alike"] < 0.7 * 0.7 + 0.3 * 0.3 + 0.01
+
+
+@pytest.mark.parametrize("network", ["odd", "odd dense", "odd inverted"])
+def test_even_widths_change_nothing(trial: dict[str, Any], network: str) -> None:
+    found = trial[network]
+    assert max(found["outputs"], found["gradients"], found["buffers"]) < 1e-5
+
+
+def test_half_precision_is_as_near_as_it_can_be(trial: dict[str, Any]) -> None:
+    found = trial["half"]
+    assert max(found["outputs"], found["gradients"], found["buffers"]) < 0.03
 
 
 def test_a_model_that_hides_a_norm_from_it_is_run_plainly(trial: dict[str, Any]) -> None:

@@ -98,23 +98,39 @@ def _modules_outside_compiled_ones(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_simple(layer: nn.Module) -> bool:
-    """One exponential gate on the first axis of a plain parameter: what the batched computation covers."""
-    if not isinstance(layer, (*_CASTS_UNDER_AUTOCAST, _GatedBatchNorm)):
+    """One exponential gate on an axis of a plain parameter: what the batched computation covers."""
+    if not isinstance(layer, (*_CASTS_UNDER_AUTOCAST, _GatedBatchNorm)) or (layer.gate is None) == (
+        layer.gate_in is None
+    ):
         return False
-    weight = layer._parameters.get("weight")
+    weight, gate = layer._parameters.get("weight"), _only_gate(layer)
     return (
         weight is not None
-        and type(layer.gate) is ExponentialGate
-        and layer.gate_in is None
-        and layer.gate.size == weight.shape[0]
+        and type(gate) is ExponentialGate
+        and gate.size == weight.shape[0 if layer.gate_in is None else 1]
         and type(weight) is nn.Parameter
-        and type(layer.gate.g) is nn.Parameter
+        and type(gate.g) is nn.Parameter
         and not layer._forward_pre_hooks
         and not is_gathered(layer, weight)  # fully_shard reduces a block's gradients when the block's own backward ends
     )
 
 
+def _only_gate(layer: GatedLayer) -> Gate:
+    """The gate of a layer that has one."""
+    return cast(Gate, layer.gate_in if layer.gate is None else layer.gate)
+
+
 def _prepare(layers: dict[str, GatedLayer]) -> None:
+    values = _Values(layers)
+    for layer in layers.values():
+        if (
+            layer.gate is None
+        ):  # columns of different layers can't be stacked; their gates' values come together at least
+            layer.__dict__[PREPARED] = layer.scaled(None, values.of([layer]))
+    _prepare_rows({name: layer for name, layer in layers.items() if layer.gate is not None}, values)
+
+
+def _prepare_rows(layers: dict[str, GatedLayer], values: _Values) -> None:
     # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers.
     stacks: dict[Any, list[tuple[GatedLayer, Tensor]]] = {}
     for layer in layers.values():
@@ -124,7 +140,6 @@ def _prepare(layers: dict[str, GatedLayer]) -> None:
                 half = autocast_dtype(tensor) if isinstance(layer, _CASTS_UNDER_AUTOCAST) else None
                 rows = _rows(tensor)
                 stacks.setdefault((key, rows.shape[1], tensor.dtype, tensor.device, half), []).append((layer, rows))
-    values = _Values(layers)
     made: dict[int, dict[str, Tensor]] = {id(layer): {} for layer in layers.values()}
     for (key, _, dtype, _, half), members in stacks.items():
         factor = values.of([layer for layer, _ in members]).to(dtype)
@@ -151,7 +166,7 @@ class _Values:
     def __init__(self, layers: dict[str, GatedLayer]) -> None:
         groups: dict[Any, dict[str, GatedLayer]] = {}
         for name, layer in layers.items():
-            g = cast(Gate, layer.gate).g
+            g = _only_gate(layer).g
             groups.setdefault((g.device, g.dtype), {})[name] = layer
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
@@ -162,10 +177,12 @@ class _Values:
         """The values of these layers, one after the other."""
         # The whole in its own order needs no pieces, each of which costs an operation more in the backward pass.
         whole = self._whole.get(tuple(id(layer) for layer in layers))
-        return torch.cat([self._pieces[id(layer)] for layer in layers]) if whole is None else whole
+        if whole is not None or len(layers) == 1:
+            return self._pieces[id(layers[0])] if whole is None else whole
+        return torch.cat([self._pieces[id(layer)] for layer in layers])
 
     def _compute(self, members: dict[str, GatedLayer]) -> None:
-        numbers = {name: cast(Gate, layer.gate).g for name, layer in members.items()}
+        numbers = {name: _only_gate(layer).g for name, layer in members.items()}
         flat = torch.cat(list(numbers.values()))
         if flat.device.type == "cpu" and bool(flat.detach().sum().isnan()):
             raise ValueError(nan_message([name for name, g in numbers.items() if g.isnan().any()]))

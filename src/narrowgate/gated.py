@@ -57,7 +57,8 @@ class GatedLayer(nn.Module):
             return False
         if prepared.requires_grad or not torch.is_grad_enabled():
             return True
-        return not (weight.requires_grad or cast(Gate, self.gate).g.requires_grad)
+        gates = [gate for gate in (self.gate, self.gate_in) if gate is not None]
+        return not (weight.requires_grad or any(gate.g.requires_grad for gate in gates))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle never holds prepared weights, even one made in the middle of a forward.

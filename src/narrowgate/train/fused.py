@@ -1,16 +1,19 @@
-"""Norms fused with the activation behind them, for any model, while a training step is captured.
+"""A model's forward in fewer kernels, while a training step is captured: for any model, to the same numbers.
 
-Under ``FusedNorms`` a BatchNorm returns a promise instead of a result. An activation that comes next makes good on it
-with kernels that do both; any other operation gets the plain norm. The promise is a tensor on the meta device, so a
-use that escapes this module fails loudly instead of reading numbers that are not there.
+Within ``Fused`` a BatchNorm returns a promise instead of a result. An activation and a dropout that come next add to
+it, and what uses the result then gets it from kernels that do all of it; any other operation gets the plain norm. The
+promise is a tensor on the meta device, so a use that escapes this module fails loudly instead of reading numbers that
+are not there. Besides: what a norm reads and a sum or a concatenation reads too gets its two gradients added up in the
+norm's own kernel; convolutions in half precision get their weights all cast together, and even widths (wide.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,88 +21,86 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from narrowgate.train import calls
+from narrowgate.train.wide import HALVES, Casts, Narrow, Pool, width_for
+
+if TYPE_CHECKING:
+    from narrowgate.train.norm_launch import Norm
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_NONE, _RELU, _RELU6 = 0, 1, 2
-_RELUS = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
 
 class _NormActivation(torch.autograd.Function):
-    """``activation(batch_norm(x))`` with statistics of the batch."""
+    """A norm with statistics of the batch, what is done to its result, and the batch once more.
+
+    Who reads the batch elsewhere and takes that instead has its gradient added to the norm's own.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running: tuple[Tensor, Tensor] | None,
-        momentum: float,
-        eps: float,
-        activation: int,
-    ) -> Tensor:
-        from narrowgate.train import norm_kernels
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        from narrowgate.train import norm_launch
 
-        y, facts = norm_kernels.forward(x, weight, bias, running, momentum, eps, activation)
+        ctx.set_materialize_grads(False)
+        y, facts = norm_launch.forward(x, weight, bias, running, norm)
         ctx.save_for_backward(x, facts)
-        ctx.activation = activation
-        return y
+        ctx.norm = norm
+        return y, x.detach()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from narrowgate.train import norm_kernels
+    def backward(ctx: Any, dy: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+        from narrowgate.train import norm_launch
 
+        if dy is None:
+            return more, None, None, None, None
         x, facts = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        return *norm_kernels.backward(x, dy, facts, ctx.activation), None, None, None, None
+        found = norm_launch.backward(x, _as_rows(dy), None if more is None else _as_rows(more), facts, ctx.norm)
+        return *found, None, None
 
 
+def _as_rows(gradient: Tensor) -> Tensor:
+    """A gradient that the kernels can read: as it is, or a copy."""
+    from narrowgate.train.norm_launch import rows_apart
+
+    if rows_apart(gradient) is not None:
+        return gradient
+    return gradient.contiguous(memory_format=torch.channels_last)
+
+
+class _Batch:
+    """What one norm reads: its running statistics move once, however often its result is computed."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None) -> None:
+        self.inputs, self.running = (x, weight, bias), running
+        self.with_gradient = torch.is_grad_enabled()
+
+    def compute(self, norm: Norm) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() != self.with_gradient:
+            # Inside a custom autograd function, say, that would lose the gradient without a word.
+            raise RuntimeError("a norm's result was first used where gradients are switched another way")
+        running, self.running = self.running, None
+        found: tuple[Tensor, Tensor] = _NormActivation.apply(*self.inputs, running, norm)
+        return found
+
+
+@dataclass
 class _Promise:
-    """A norm that has not been computed: once, with or without its activation."""
+    """A norm that has not been computed, and what is to be done to its result."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        running: tuple[Tensor, Tensor] | None,
-        weight: Tensor,
-        bias: Tensor,
-        momentum: float,
-        eps: float,
-    ) -> None:
-        self._inputs = x, weight, bias
-        self._with_gradient = torch.is_grad_enabled()
-        self._running, self._numbers = running, (momentum, eps)
-        self._plain: Tensor | None = None
+    source: Tensor
+    """What the model gave the norm; the batch itself may be wider."""
+    batch: _Batch
+    norm: Norm
+    result: Tensor | None = None
 
     def stand_in(self) -> Tensor:
         """What goes round in its place: of its shape, without numbers."""
-        x = self._inputs[0]
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-    def activated(self, activation: int) -> Tensor:
-        if self._plain is not None:
-            return self._plain.clamp(0, 6) if activation == _RELU6 else self._plain.relu()
-        return self._compute(activation)
-
-    def plain(self) -> Tensor:
-        if self._plain is None:
-            self._plain = self._compute(_NONE)
-        return self._plain
-
-    def becomes(self, result: Tensor) -> None:
-        """After an activation in place, this is what everybody sees."""
-        self._plain = result
-
-    def _compute(self, activation: int) -> Tensor:
-        if torch.is_grad_enabled() != self._with_gradient:
-            # Inside a custom autograd function, say, that would lose the gradient without a word.
-            raise RuntimeError("a norm's result was first used where gradients are switched another way")
-        running, self._running = self._running, None  # the running statistics move once
-        result: Tensor = _NormActivation.apply(*self._inputs, running, *self._numbers, activation)
-        return result
+        return torch.empty(self.source.shape, dtype=self.source.dtype, device="meta")
 
 
-class FusedNorms(TorchFunctionMode):
-    """Within this context, BatchNorms in training run fused with a ReLU or ReLU6 behind them.
+class Fused(TorchFunctionMode):
+    """Within this context a model's training step runs in fewer kernels.
 
     Args:
         notice: is told when a model can't be run so.
@@ -110,6 +111,11 @@ class FusedNorms(TorchFunctionMode):
         self._notice, self._gave_up = notice, False
         self._promises: dict[int, tuple[Tensor, _Promise]] = {}
         self._counters: dict[int, Tensor] = {}
+        self._again: dict[int, tuple[Tensor, Tensor]] = {}
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._casts = Casts()
+        self._seed: Tensor | None = None
+        self._salt = 0
 
     def around(self, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """The same function, run within this context; its result holds no promises."""
@@ -118,6 +124,7 @@ class FusedNorms(TorchFunctionMode):
             if self._gave_up:
                 return forward(x)
             try:
+                self._casts.start()
                 with self:
                     result = forward(x)
                 return tree_map(self._real, result)
@@ -125,12 +132,10 @@ class FusedNorms(TorchFunctionMode):
                 self._gave_up = True
                 self._counters.clear()  # the plain run counts for itself
                 reason = str(error).partition("\n")[0]
-                self._notice(
-                    f"BatchNorm runs with PyTorch's own kernels, this model can't do with fused ones: {reason}"
-                )
+                self._notice(f"steps run with PyTorch's own kernels, this model can't do with fused ones: {reason}")
                 return forward(x)
             finally:
-                self._promises.clear()
+                self._forget()
                 self._count()
 
         return fused
@@ -141,92 +146,169 @@ class FusedNorms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm:
             args, kwargs = tree_map(self._real, (args, kwargs))
-            if (promise := _promise(*args, **kwargs)) is None:
-                return func(*args, **kwargs)
-            stand_in = promise.stand_in()
-            self._promises[id(stand_in)] = stand_in, promise
-            return stand_in
-        if func is Tensor.add_ and _counts(*args, **kwargs) and id(args[0]) not in self._counters:
+            promise = self._promise(*args, **kwargs)
+            return func(*args, **kwargs) if promise is None else self._given(promise)
+        if func is Tensor.add_ and calls.counts(*args, **kwargs) and id(args[0]) not in self._counters:
             self._counters[id(args[0])] = args[0]
             return args[0]
         if any(id(value) in self._counters for value in args):
             self._count()
-        if not self._promises:
-            return func(*args, **kwargs)
-        held = self._promises.get(id(args[0])) if args else None
-        if held is not None and (activation := _activation(func, args, kwargs)) != _NONE:
-            result = held[1].activated(activation)
-            if _in_place(func, args, kwargs):
-                held[1].becomes(result)
-            return result
-        return func(*tree_map(self._real, args), **tree_map(self._real, kwargs))
+        held = self._promises.get(id(args[0])) if args and self._promises else None
+        if held is not None and (later := self._later(held[1], func, args, kwargs)) is not None:
+            if not calls.in_place(func, args, kwargs):
+                return self._given(later)
+            self._promises[id(args[0])] = args[0], later  # this is what everybody sees from now on
+            return args[0]
+        args, kwargs = tree_map(self._real, (args, kwargs))
+        if held is not None and func in calls.ADDS_IN_PLACE and len(args) == 2 and not kwargs:
+            held[1].result = self._sum(args, kwargs)
+            return held[0]
+        if func is torch.conv2d:
+            return self._convolution(*args, **kwargs)
+        if func is F.avg_pool2d and (side := calls.square(*args, **kwargs)):
+            return Pool.apply(args[0], side)
+        if func in calls.ADDS:
+            return self._sum(args, kwargs)
+        if func in calls.JOINS:
+            args = tree_map(self._own, tree_map(self._once_more, args))
+        if func is F.dropout and not calls.in_place(func, args, kwargs):
+            args = tree_map(self._own, args)
+        return func(*args, **kwargs)
+
+    def _promise(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> _Promise | None:
+        """A norm put off, if it is one that the kernels can do."""
+        from narrowgate.train.norm_launch import Norm
+
+        batch = self._widest(input)
+        fits = (
+            training
+            and weight is not None
+            and bias is not None
+            and input.dim() == 4
+            and input.device.type == weight.device.type
+            and input.dtype in _DTYPES
+            and weight.dtype == bias.dtype == torch.float32
+            and input.numel() > input.shape[1]
+            and batch.is_contiguous(memory_format=torch.channels_last)
+            and (running_mean is None) == (running_var is None)
+        )
+        if not fits:
+            return None
+        assert weight is not None and bias is not None
+        running = None if running_mean is None or running_var is None else (running_mean, running_var)
+        channels = input.shape[1]
+        norm = Norm(channels, width_for(channels, input.dtype), momentum, eps)
+        return _Promise(input, _Batch(batch, weight.contiguous(), bias.contiguous(), running), norm)
+
+    def _later(self, promise: _Promise, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> _Promise | None:
+        """A promise of more, if this operation is one that the kernels do along with the norm."""
+        norm = promise.norm
+        if promise.result is not None or norm.drop:
+            return None
+        activation = calls.activation(func, args, kwargs)
+        if activation != calls.NONE and norm.activation == calls.NONE:
+            return replace(promise, norm=replace(norm, activation=activation))
+        if func is F.dropout and 0 < (share := calls.dropped(*args, **kwargs)) < 1:
+            if self._seed is None:
+                self._seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=promise.batch.inputs[0].device)
+            self._salt += 1
+            return replace(promise, norm=replace(norm, drop=share, seed=self._seed, salt=self._salt))
+        return None
+
+    def _given(self, promise: _Promise) -> Tensor:
+        stand_in = promise.stand_in()
+        self._promises[id(stand_in)] = stand_in, promise
+        return stand_in
+
+    def _real(self, value: Any) -> Any:
+        held = self._promises.get(id(value))
+        if held is None:
+            return value
+        promise, source = held[1], held[1].source
+        if promise.result is None:
+            wide, again = promise.batch.compute(promise.norm)
+            promise.result = self._narrowed(wide, promise.norm.channels)
+            self._again[id(source)] = source, self._narrowed(again, promise.norm.channels)
+        return promise.result
+
+    def _once_more(self, value: Any) -> Any:
+        """A batch that a norm has read, as the norm gives it on."""
+        return self._again[id(value)][1] if id(value) in self._again else value
+
+    def _narrowed(self, wide: Tensor, channels: int) -> Tensor:
+        """What the model sees of a batch: its own channels."""
+        if wide.shape[1] == channels:
+            return wide
+        seen = wide[:, :channels]
+        self._wide[id(seen)] = seen, wide
+        return seen
+
+    def _widest(self, seen: Tensor) -> Tensor:
+        return self._wide[id(seen)][1] if id(seen) in self._wide else seen
+
+    def _own(self, seen: Any) -> Any:
+        """The model's channels of a wide batch, for what does not change them in place: its gradient costs less."""
+        return Narrow.apply(self._wide[id(seen)][1], seen.shape[1]) if id(seen) in self._wide else seen
+
+    def _sum(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Of two wide batches the sum is wide."""
+        args = tree_map(self._once_more, args)
+        if kwargs or len(args) != 2 or any(id(value) not in self._wide for value in args):
+            return torch.add(*args, **kwargs)
+        a, b = (self._widest(value) for value in args)
+        return self._narrowed(a + b, args[0].shape[1]) if args[0].shape == args[1].shape else torch.add(*args)
+
+    def _convolution(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        """A convolution in half precision: its weight cast along with all others, and of an even width."""
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        if dtype not in HALVES or input.dim() != 4 or not weight.requires_grad or not torch.is_grad_enabled():
+            return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+        outputs, inputs = weight.shape[:2]
+        width, batch = width_for(outputs, dtype), self._widest(input)
+        if groups == outputs == input.shape[1] and inputs == 1:
+            # Each channel for itself: the result is as wide as the batch.
+            width = groups = batch.shape[1]
+        elif groups > 1:
+            width, batch = outputs, input
+        else:
+            inputs = batch.shape[1]
+        weight = self._casts.of(weight, (width, inputs, *weight.shape[2:]), dtype)
+        if bias is not None and width > outputs:
+            bias = F.pad(bias, (0, width - outputs))
+        return self._narrowed(torch.conv2d(batch, weight, bias, stride, padding, dilation, groups), outputs)
+
+    def _forget(self) -> None:
+        """What was for this step only."""
+        for held in (self._promises, self._again, self._wide):
+            held.clear()
+        self._casts.stop()
+        self._seed, self._salt = None, 0
 
     def _count(self) -> None:
         """Count a batch in all norms at once, instead of a kernel in each."""
         if self._counters:
             torch._foreach_add_(list(self._counters.values()), 1)
             self._counters.clear()
-
-    def _real(self, value: Any) -> Any:
-        held = self._promises.get(id(value))
-        return value if held is None else held[1].plain()
-
-
-def _promise(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Promise | None:
-    """A norm put off, if it is one that the kernels can do."""
-    fits = (
-        training
-        and weight is not None
-        and bias is not None
-        and input.dim() == 4
-        and input.device.type == weight.device.type
-        and input.dtype in _DTYPES
-        and weight.dtype == bias.dtype == torch.float32
-        and input.numel() > input.shape[1]
-        and input.is_contiguous(memory_format=torch.channels_last)
-        and (running_mean is None) == (running_var is None)
-    )
-    if not fits:
-        return None
-    assert weight is not None and bias is not None
-    running = None if running_mean is None or running_var is None else (running_mean, running_var)
-    return _Promise(input, running, weight.contiguous(), bias.contiguous(), momentum, eps)
-
-
-def _counts(counter: Tensor, by: Any = None, **kwargs: Any) -> bool:
-    """Whether this is a norm counting its batches."""
-    return isinstance(by, int) and by == 1 and not kwargs and counter.dtype == torch.long and counter.dim() == 0
-
-
-def _activation(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int:
-    if func in _RELUS:
-        return _RELU
-    if func is F.relu6:
-        return _RELU6
-    if func is F.hardtanh:  # nn.ReLU6 is one
-        low, high = _argument(args, kwargs, 1, "min_val", -1.0), _argument(args, kwargs, 2, "max_val", 1.0)
-        return _RELU6 if (low, high) == (0.0, 6.0) else _NONE
-    return _NONE
-
-
-def _in_place(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    if func in (torch.relu_, Tensor.relu_):
-        return True
-    position = {F.relu: 1, F.relu6: 1, F.hardtanh: 3}.get(func)
-    return position is not None and bool(_argument(args, kwargs, position, "inplace", False))
-
-
-def _argument(args: Any, kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 @cache
@@ -242,6 +324,8 @@ def why_not(device: torch.device) -> str:
 
 def _trial(device: torch.device) -> str:
     """Compare a small norm, forward and backward, with PyTorch's."""
+    from narrowgate.train.norm_launch import Norm
+
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -254,7 +338,7 @@ def _trial(device: torch.device) -> str:
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         running = torch.zeros(24, device=device), torch.ones(24, device=device)
         if fused:
-            y = _NormActivation.apply(*leaves, running, 0.1, 1e-5, _RELU6)
+            y = _NormActivation.apply(*leaves, running, Norm(24, 24, 0.1, 1e-5, calls.RELU6))[0]
         else:
             y = F.relu6(F.batch_norm(leaves[0], *running, leaves[1], leaves[2], True, 0.1, 1e-5))
         seen.append([y.detach(), *torch.autograd.grad(y, leaves, dy), *running])

@@ -19,7 +19,7 @@ from narrowgate.rivals.apg import ApgSgd
 from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
-from narrowgate.train.fused import FusedNorms, why_not
+from narrowgate.train.fused import Fused, why_not
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
@@ -169,7 +169,7 @@ class Training:
         if reason := why_not(self.place.device):
             self.show.notice(f"BatchNorm runs with PyTorch's own kernels: {reason}")
             return forward
-        return FusedNorms(self.show.notice).around(forward)
+        return Fused(self.show.notice).around(forward)
 
     def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
         """The share of a split's images that a model gets right."""
