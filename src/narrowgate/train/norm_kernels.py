@@ -60,9 +60,9 @@ def _mix(h):
 @triton.jit
 def _kept(seed_at, salt, drop, first, channel, width, R: tl.constexpr):
     """What dropout multiplies a tile with: the same for a seed and a salt, forward and backward."""
-    key = _mix((tl.load(seed_at) + salt).to(tl.uint32))
+    key = _mix(_mix(tl.load(seed_at).to(tl.uint32)) + salt.to(tl.uint32))
     place = (first + tl.arange(0, R)).to(tl.uint32)[:, None] * width.to(tl.uint32) + channel.to(tl.uint32)[None, :]
-    luck = _mix(_mix(place.to(tl.uint32) ^ key) + key) >> 8
+    luck = _mix(place.to(tl.uint32) + key) >> 8
     return tl.where(luck.to(tl.float32) * (1.0 / 16777216.0) < drop, 0.0, 1.0 / (1.0 - drop))
 
 
