@@ -82,7 +82,7 @@ class Odd(nn.Module):
         x = self.norm2(y) + x  # both wide, and read twice
         z = self.norm3(self.each(x))
         z += x  # in place, on what has not been computed
-        x = torch.cat([z, F.dropout(self.each(z), 0.0)], 1)
+        x = torch.cat([z, F.dropout(self.each(z), 1e-9)], 1)
         x = F.relu(self.norm4(self.groups(self.pool(x))))
         return self.fc(self.last(x).relu_().mean((2, 3)))
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import narrowgate as ng
 from narrowgate import gated
 from narrowgate.gated import PREPARED, GatedLayer
+from narrowgate.gates import ExponentialGate
 from narrowgate.models import PreActResNet
 
 batches = pytest.mark.skipif(
@@ -46,6 +47,21 @@ def test_the_batched_path_is_taken_where_it_can_be(computed_alone):
     ng.attach_gates_(model)
     model(images())
     assert computed_alone == [model.up]  # its gate is on the second axis of its weight
+
+
+@batches
+def test_values_of_gates_on_inputs_are_computed_together(monkeypatch):
+    model = small_resnet(where=lambda name, layer: False, inputs=lambda name, layer: "conv" in name)
+    alone = layer_by_layer(model)
+    seen = []
+    original = ExponentialGate.value
+    monkeypatch.setattr(ExponentialGate, "value", lambda gate: seen.append(gate) or original(gate))
+    x = images()
+    (y, grads), count = run(model, x), len(seen)
+    expected, expected_grads = run(alone, x)
+    assert count == 0 and len(seen) > 0
+    assert_same(y, expected)
+    assert_same(grads, expected_grads)
 
 
 @pytest.mark.parametrize("placement", ["before-norm", "after-norm"])

@@ -171,8 +171,8 @@ class Fused(TorchFunctionMode):
             return self._sum(args, kwargs)
         if func in calls.JOINS:
             args = tree_map(self._own, tree_map(self._once_more, args))
-        if func is F.dropout and not calls.in_place(func, args, kwargs):
-            args = tree_map(self._own, args)
+        if func is F.dropout and id(args[0]) in self._wide and not calls.in_place(func, args, kwargs):
+            return self._narrowed(func(self._widest(args[0]), *args[1:], **kwargs), args[0].shape[1])
         return func(*args, **kwargs)
 
     def _promise(
@@ -257,7 +257,7 @@ class Fused(TorchFunctionMode):
         return self._wide[id(seen)][1] if id(seen) in self._wide else seen
 
     def _own(self, seen: Any) -> Any:
-        """The model's channels of a wide batch, for what does not change them in place: its gradient costs less."""
+        """The model's channels of a wide batch in a place of their own, which joins others in one operation."""
         return Narrow.apply(self._wide[id(seen)][1], seen.shape[1]) if id(seen) in self._wide else seen
 
     def _sum(self, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -25,12 +25,12 @@ def width_for(channels: int, dtype: torch.dtype) -> int:
 
 
 class Narrow(torch.autograd.Function):
-    """The first channels of a wide batch. Its gradient is a wide batch again, in the same memory format."""
+    """A copy of the first channels of a wide batch; its gradient is a wide batch again, in the same memory format."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, channels: int) -> Tensor:
         ctx.width = wide.shape[1]
-        return wide[:, :channels]
+        return wide[:, :channels].contiguous(memory_format=_LAST)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
