@@ -83,7 +83,7 @@ def _edits(first: Plan, second: Plan) -> dict[str, Edit]:
 def _edit(first: Edit | None, then: Edit, cut: Cut | None) -> Edit:
     """Both edits of a layer at once; where both carry constants, only the second's are."""
     base = first or then
-    inputs = None if cut is None else _inputs_left(cut, base)
+    inputs = None if cut is None or len(cut.shape) == 1 else _inputs_left(cut, base)  # a norm's edit names none
     outputs = None if cut is None else cut.keep.get(1 if base.transposed else 0)
     rows = dict(zip(_pick(outputs, list(then.rows)), then.rows.values(), strict=True))
     folded = dict(zip(_pick(inputs, list(then.folded)), then.folded.values(), strict=True))

@@ -30,7 +30,7 @@ class Edit:
     constant ``carrier``: their weights are added to its. ``merged`` are channels that are sums of others (and of a
     constant, which is folded): their weights are added to those of the others, each times its factor. In the scatter
     layout ``gather`` and ``scatter`` are where the layer's own channels are in the streams it reads (``reads`` wide)
-    and writes (as wide as ``fill``).
+    and writes (as wide as ``fill``). A norm's edit is a ``gather`` alone.
     """
 
     layer: str

@@ -19,11 +19,10 @@ class IndexedLayer(nn.Module):
     gather: Tensor | None
     scatter: Tensor | None
     fill: Tensor | None
-    weight: Tensor
     spatial_dims: int
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
-        axis = x.dim() - 1 - self.spatial_dims
+        axis = self._channel_axis(x)
         if self.scatter is not None and self.fill is not None and not len(self.scatter):
             return self._constant(x, axis, self.fill)
         if self.gather is not None:
@@ -36,6 +35,9 @@ class IndexedLayer(nn.Module):
         sizes = list(y.shape)
         sizes[axis] = len(self.fill)
         return torch.index_copy(self.fill.to(y.dtype).view(shape).expand(sizes), axis, self.scatter, y)
+
+    def _channel_axis(self, x: Tensor) -> int:
+        return x.dim() - 1 - self.spatial_dims
 
     def _constant(self, x: Tensor, axis: int, fill: Tensor) -> Tensor:
         device = x.device.type
@@ -52,6 +54,7 @@ class IndexedLayer(nn.Module):
         return []
 
     def extra_repr(self) -> str:
+        assert isinstance(self.weight, Tensor)
         return f"{super().extra_repr()}, weight={tuple(self.weight.shape)}"
 
 
@@ -93,6 +96,32 @@ class IndexedLinear(IndexedLayer, nn.Linear):
     spatial_dims = 0
 
 
+class IndexedNorm(IndexedLayer):
+    """A norm that gives out only the channels that are read behind it; ``num_features`` is how many come in."""
+
+    num_features: int
+
+    def _channel_axis(self, x: Tensor) -> int:
+        return 1
+
+
+class IndexedBatchNorm1d(IndexedNorm, nn.BatchNorm1d):
+    pass
+
+
+class IndexedBatchNorm2d(IndexedNorm, nn.BatchNorm2d):
+    pass
+
+
+class IndexedBatchNorm3d(IndexedNorm, nn.BatchNorm3d):
+    pass
+
+
+NORM_SWAPS: dict[type[nn.Module], type[IndexedNorm]] = {
+    nn.BatchNorm1d: IndexedBatchNorm1d,
+    nn.BatchNorm2d: IndexedBatchNorm2d,
+    nn.BatchNorm3d: IndexedBatchNorm3d,
+}
 SWAPS: dict[type[nn.Module], type[IndexedLayer]] = {
     nn.Conv1d: IndexedConv1d,
     nn.Conv2d: IndexedConv2d,
@@ -101,6 +130,7 @@ SWAPS: dict[type[nn.Module], type[IndexedLayer]] = {
     nn.ConvTranspose2d: IndexedConvTranspose2d,
     nn.ConvTranspose3d: IndexedConvTranspose3d,
     nn.Linear: IndexedLinear,
+    **NORM_SWAPS,
 }
 
 

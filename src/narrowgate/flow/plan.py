@@ -19,7 +19,7 @@ from narrowgate.flow.editing import edit_of, grouped_columns
 from narrowgate.flow.numbers import own_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import RULES
-from narrowgate.flow.scatter import narrow_to_own_channels
+from narrowgate.flow.scatter import gather_before_norms, narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, Graph, layer_of, op_name, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
@@ -197,13 +197,14 @@ def plan_traced(
         if layout != "aligned" and pin_what_breaks(flow, decision, made, plain, example_inputs):
             continue
         if layout == "auto":
-            flow.whole |= faster_whole(flow, decision, aligned.cuts, made.cuts, made.edits)
+            own = build(flow, decision, plain, layout, norms=False)  # each layer with its own gather, to be timed
+            flow.whole |= faster_whole(flow, decision, aligned.cuts, own.cuts, own.edits)
             made = build(flow, decision, plain, layout)
         return made
 
 
-def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan:
-    """Write a decision down as a plan."""
+def build(flow: Flow, decision: Decision, model: nn.Module, layout: str, norms: bool = True) -> Plan:
+    """Write a decision down as a plan; ``norms`` says whether they may gather in place of the layers behind them."""
     cuts: dict[str, Cut] = {}
     for name, tensor in flow.tensors.items():
         keep = {}
@@ -223,6 +224,8 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str) -> Plan
         if layout != "aligned":
             edit = narrow_to_own_channels(flow, decision, mixer, edit, cuts)
         edits.setdefault(mixer.weight, edit)
+    if layout != "aligned" and norms:
+        gather_before_norms(flow, decision, cuts, edits, layout)
     before = sum(p.numel() for p in model.parameters())
     after = sum(
         int(np.prod(cuts[name].new_shape)) if name in cuts else p.numel() for name, p in model.named_parameters()

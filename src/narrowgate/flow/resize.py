@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.cuts import Edit
-from narrowgate.flow.layers import index_
+from narrowgate.flow.layers import IndexedNorm, index_
 from narrowgate.flow.multihead import Widen, index_attention_
 from narrowgate.swap import is_conv1d
 
@@ -35,7 +35,7 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
             module.out_features, module.in_features = module.weight.shape
         elif is_conv1d(module):
             module.nx, module.nf = module.weight.shape
-        elif isinstance(module, _NormBase):
+        elif isinstance(module, _NormBase) and not isinstance(module, IndexedNorm):
             vector = module.weight if module.weight is not None else module.running_mean
             module.num_features = module.num_features if vector is None else len(vector)
         elif isinstance(module, nn.Embedding):
@@ -46,6 +46,9 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
         if edit.gather is not None or edit.scatter is not None:
             layer = model.get_submodule(edit.layer)
             if isinstance(layer, nn.MultiheadAttention):
+                continue
+            if isinstance(layer, IndexedNorm):
+                layer.num_features = edit.reads or 0
                 continue
             suffix = "features" if isinstance(layer, nn.Linear) else "channels"
             setattr(layer, f"in_{suffix}", edit.reads)

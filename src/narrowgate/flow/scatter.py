@@ -1,4 +1,7 @@
-"""The scatter layout: give a layer its own narrower inputs and outputs where the stream it works on stays wider."""
+"""The scatter layout: give a layer its own narrower inputs and outputs where the stream it works on stays wider.
+
+Where all that reads a norm reads only some of its channels, the norm picks them, and what is behind it is narrow too.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,23 @@ import dataclasses
 
 import numpy as np
 from torch import nn
+from torch.fx import Node
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
-from narrowgate.flow.layers import SWAPS
+from narrowgate.flow.layers import NORM_SWAPS, SWAPS
+from narrowgate.flow.movement import arg
 from narrowgate.flow.multihead import is_attention
-from narrowgate.flow.state import Labels
-from narrowgate.flow.trace import overwritten
+from narrowgate.flow.pointwise import RULES as POINTWISE_RULES
+from narrowgate.flow.pooling import RULES as POOLING_RULES
+from narrowgate.flow.state import Labels, State
+from narrowgate.flow.trace import layer_of, op_name, overwritten
+
+_NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
+# With one operand, and if the channels come out as they went in, each result is made of one channel.
+_CHANNEL_BY_CHANNEL = frozenset([*POINTWISE_RULES, *POOLING_RULES, "getitem"])
 
 
 def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: Edit, cuts: dict[str, Cut]) -> Edit:
@@ -77,3 +89,68 @@ def _own_inputs(flow: Flow, mixer: Mixer, edit: Edit, stream: Labels) -> tuple[L
         reads = varying | constant
     own = stream[reads[stream]]
     return (own if len(own) else stream[:1]), edit
+
+
+def gather_before_norms(
+    flow: Flow, decision: Decision, cuts: dict[str, Cut], edits: dict[str, Edit], layout: str
+) -> None:
+    """Where every layer behind a norm gathers, let the norm gather what any of them reads: it is cut to that, in place.
+
+    A layer that reads less than the norm then gives keeps a gather of its own; in ``auto`` such a norm stays whole.
+    """
+    mixers = {mixer.node: mixer for mixer in flow.mixers}
+    for node in flow.graph.nodes:
+        names = _own_vectors(flow, node)
+        readers = None if names is None else _readers(flow, node, mixers)
+        if not names or not readers:
+            continue
+        gathers = [gather for mixer in readers if (gather := edits[mixer.weight].gather) is not None]
+        picked = sorted(set().union(*gathers))
+        stream = decision.positions(readers[0].inputs.labels)
+        alike = all(len(gather) == len(picked) for gather in gathers)
+        if len(gathers) < len(readers) or len(picked) == len(stream) or not (alike or layout == "scatter"):
+            continue
+        for mixer, gather in zip(readers, gathers, strict=True):
+            rest = None if len(gather) == len(picked) else np.searchsorted(picked, gather).tolist()
+            edits[mixer.weight] = dataclasses.replace(edits[mixer.weight], gather=rest, reads=len(picked))
+        for name in names:
+            cuts[name] = Cut(tuple(flow.tensors[name].shape), {0: stream[picked].tolist()})
+        edits[names[0]] = Edit(layer_of(node), names[0], None, 1, False, gather=picked, reads=len(stream))
+
+
+def _own_vectors(flow: Flow, node: Node) -> list[str] | None:
+    """The names of a norm's vectors, its scale first, if it is PyTorch's own and nothing else reads them."""
+    if node.op != "call_function" or op_name(node) not in _NORMS:
+        return None
+    layer = layer_of(node)
+    owner = flow.modules.get(layer)
+    if type(owner) not in NORM_SWAPS or not isinstance(owner, _BatchNorm) or layer in flow.whole:
+        return None
+    names = [flow.graph.tensors.get(arg(node, i, "")) for i in range(1, 5)]
+    vectors = [owner.weight, owner.bias, owner.running_mean, owner.running_var]
+    found = [None if name is None else flow.tensors[name] for name in names]
+    if owner.weight is None or any(one is not other for one, other in zip(found, vectors, strict=True)):
+        return None
+    own = [name for name in names if name is not None]
+    return own if all(flow.uses[name] == 1 for name in own) else None
+
+
+def _readers(flow: Flow, norm: Node, mixers: dict[Node, Mixer]) -> list[Mixer] | None:
+    """The layers behind a norm, its activation and pooling; None if anything else reads its result."""
+    state = flow.states[norm]
+    labels = (state[0] if isinstance(state, list) else state).labels
+    found, waiting = [], [norm]
+    while waiting:
+        for user in waiting.pop().users:
+            mixer, result = mixers.get(user), flow.states.get(user)
+            if mixer is not None and mixer.inputs.labels is labels and type(flow.modules.get(mixer.layer)) in SWAPS:
+                found.append(mixer)
+            elif _is_channel_by_channel(user) and isinstance(result, State) and result.labels is labels:
+                waiting.append(user)
+            else:
+                return None
+    return found
+
+
+def _is_channel_by_channel(node: Node) -> bool:
+    return op_name(node).rstrip("_") in _CHANNEL_BY_CHANNEL and len(node.all_input_nodes) == 1

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
+from narrowgate.flow.layers import NORM_SWAPS, IndexedNorm
 from narrowgate.flow.multihead import Widen
 from narrowgate.flow.pointwise import POINTWISE
 from narrowgate.flow.splits import kind_of_split
@@ -73,9 +74,11 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         if name in waiting and not any(module.children()):
             hooks.append(module.register_forward_pre_hook(log.pause))
             hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name])))
-        elif isinstance(module, Widen):  # what it does is no part of the model
-            hooks.append(module.register_forward_pre_hook(log.pause))
-            hooks.append(module.register_forward_hook(log.resume))
+        elif isinstance(module, Widen):
+            hooks += log.without(module)
+        elif type(module) in NORM_SWAPS.values():
+            hooks += log.without(module)
+            module.forward = _picked_if_it_fits(module)
         elif type(module) in _SHAPE_KEEPING:
             module.forward = _same
         elif type(module) in _NORMS:
@@ -112,6 +115,10 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
         self.paused = False
+
+    def without(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hooks on a module whose operations are no part of the model."""
+        return [module.register_forward_pre_hook(self.pause), module.register_forward_hook(self.resume)]
 
     def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -163,6 +170,17 @@ def _same_if_it_fits(norm: nn.Module) -> Callable[[Tensor], Tensor]:
         if vector is not None and x.shape[1] != len(vector):
             raise RuntimeError(f"a BatchNorm of {len(vector)} channels was given {x.shape[1]}")
         return x
+
+    return forward
+
+
+def _picked_if_it_fits(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    assert isinstance(norm, IndexedNorm)
+
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[1] != norm.num_features:
+            raise RuntimeError(f"a norm that picks from {norm.num_features} channels was given {x.shape[1]}")
+        return x if norm.gather is None else x.index_select(1, norm.gather)
 
     return forward
 

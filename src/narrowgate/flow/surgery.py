@@ -157,7 +157,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         if module is None or type(vars(module).get(attribute)) is not int:
             raise PlanError(f"this plan changes the number {name!r}, which {kind} lacks; plan again")
     for name, edit in plan.edits.items():
-        rows, columns = tensors[name].shape[:2] if not edit.transposed else tensors[name].shape[1::-1]
+        first, second = (*tensors[name].shape, 1)[:2]  # a norm's weight has one axis
+        rows, columns = (second, first) if edit.transposed else (first, second)
         reach = [*edit.folded, *edit.carried, *([] if edit.carrier is None else [edit.carrier])]
         reach += [other for factors in edit.merged.values() for other in factors]
         if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
