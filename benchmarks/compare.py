@@ -118,7 +118,7 @@ def one(options: argparse.Namespace, work: Work, job: Job) -> None:
     if job.seed == options.seeds[0]:
         work.model(job).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"model": small, "example": example}, work.model(job))
-    write_json(work.result(job), record)
+    write_json(work.result(job), {**record, "device": options.device})
     print(short(record))
 
 

@@ -168,6 +168,28 @@ def escapes() -> dict[str, object]:
     return {"notices": notices, "gradient": float(norm.weight.grad.abs().min())}
 
 
+def traps() -> dict[str, float]:
+    """What a model may do to lead shortcuts astray: a norm without gradients first, a weight changed on the way."""
+    norm, conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False)
+    with torch.no_grad():
+        conv.weight.copy_(torch.eye(3)[:, :, None, None])
+
+    def model(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = F.relu(norm(x)) * 1.0
+        y = shift + x
+        with torch.no_grad():
+            conv.weight.mul_(2)
+        return conv(y)
+
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=CHANNELS_LAST).requires_grad_()
+    forward = fused.Fused(_refuse).around(model)
+    for _ in range(2):
+        x.grad = None
+        forward(x).sum().backward()
+    return {"gradient": float(x.grad.min()), "weight": float(conv.weight.max())}
+
+
 def main() -> None:
     whole = norm_launch.forward
 
@@ -207,6 +229,7 @@ def evenly_wide() -> dict[str, object]:
     wide.HALVES.append(torch.float32)
     images = (4, 3, 8, 8)
     return {
+        "traps": traps(),
         "odd": model(Odd, images),
         "odd dense": model(lambda: models.DenseNet(7, 3, 5, 0.0), images),
         "odd inverted": model(lambda: nn.Sequential(bottleneck(3, 5, 3, 1), bottleneck(5, 5, 3, 1)), images),

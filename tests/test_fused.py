@@ -69,6 +69,11 @@ def test_even_widths_change_nothing(trial: dict[str, Any], network: str) -> None
     assert max(found["outputs"], found["gradients"], found["buffers"]) < 1e-5
 
 
+def test_shortcuts_are_not_taken_where_they_would_be_wrong(trial: dict[str, Any]) -> None:
+    # y = 2 x the first time, 4 x the second; the norm without gradients adds none, and must not take x's away.
+    assert trial["traps"] == {"gradient": 4.0, "weight": 4.0}
+
+
 def test_half_precision_is_as_near_as_it_can_be(trial: dict[str, Any]) -> None:
     found = trial["half"]
     assert max(found["outputs"], found["gradients"], found["buffers"]) < 0.03

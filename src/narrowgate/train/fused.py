@@ -238,7 +238,8 @@ class Fused(TorchFunctionMode):
         if promise.result is None:
             wide, again = promise.batch.compute(promise.norm)
             promise.result = self._narrowed(wide, promise.norm.channels)
-            self._again[id(source)] = source, self._narrowed(again, promise.norm.channels)
+            if promise.batch.with_gradient:  # what comes later may need one
+                self._again[id(source)] = source, self._narrowed(again, promise.norm.channels)
         return promise.result
 
     def _once_more(self, value: Any) -> Any:

@@ -165,9 +165,9 @@ class Training:
         return GraphLoop(step, self.feed, self.show.notice)
 
     def _fused(self, forward: Any) -> Any:
-        """The same forward with norms and activations in one; as it was, with a notice, where that can't be."""
+        """The same forward in fewer kernels; as it was, with a notice, where that can't be."""
         if reason := why_not(self.place.device):
-            self.show.notice(f"BatchNorm runs with PyTorch's own kernels: {reason}")
+            self.show.notice(f"steps run with PyTorch's own kernels: {reason}")
             return forward
         return Fused(self.show.notice).around(forward)
 

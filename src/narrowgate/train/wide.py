@@ -74,7 +74,7 @@ class Casts:
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._ready: dict[int, Tensor] = {}
+        self._ready: dict[int, tuple[Tensor, int]] = {}
 
     def start(self) -> None:
         """Cast what the step before needed."""
@@ -82,7 +82,8 @@ class Casts:
         if self._places and torch.is_grad_enabled():
             keys, pairs = list(self._places), list(self._places.values())
             cast = _CastTogether.apply([place for _, place in pairs], *[weight for weight, _ in pairs])
-            self._ready = dict(zip(keys, cast, strict=True))
+            versions = [weight._version for weight, _ in pairs]
+            self._ready = dict(zip(keys, zip(cast, versions, strict=True), strict=True))
 
     def stop(self) -> None:
         """Let go of this step's."""
@@ -90,8 +91,8 @@ class Casts:
 
     def of(self, weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A weight in this type and, with zeros, of this shape."""
-        ready = self._ready.get(id(weight))
-        if ready is not None and ready.shape == torch.Size(shape) and ready.dtype == dtype:
+        ready, version = self._ready.get(id(weight), (None, 0))
+        if ready is not None and (ready.shape, ready.dtype, version) == (torch.Size(shape), dtype, weight._version):
             return ready
         if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.requires_grad:
             place = torch.zeros(shape, dtype=dtype, device=weight.device)
