@@ -37,6 +37,7 @@ def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
         "what": "pruning from the same start for as many epochs",
         "about": {**about, "torch_pruning": version()},
         "settings": settings,
+        "devices": sorted({run.get("device", settings["device"]) for run in runs.values()}),
         "judged_on": "held-out training" if settings["validation"] else "test",
         "seeds": list(dict.fromkeys(job.seed for job in runs)),
         "runs": len(runs),

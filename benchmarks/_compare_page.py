@@ -24,9 +24,10 @@ def results_of(family: str, folder: Path = ROOT / "benchmarks") -> Path:
 def markdown(record: Record) -> str:
     """A whole result: what ran, who wins, and every point."""
     made, settings = record["about"], record["settings"]
+    devices = " and ".join(f"`--device {device}`" for device in record.get("devices", [settings["device"]]))
     parts = [
         f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {made['torch_pruning'] or 'missing'}): "
-        f"{settings['epochs']} epochs for every method, trained with `--device {settings['device']}`, "
+        f"{settings['epochs']} epochs for every method, trained with {devices}, "
         f"{_images(settings)} training images, seeds {', '.join(map(str, record['seeds']))}, judged on "
         f"{record['judged_on']} images. {_timed_on(record)}",
         *(line for name, found in record["networks"].items() for line in _network(name, found)),

@@ -56,7 +56,7 @@ def test_sizes_reach_the_recipe(network):
 
 def test_a_penalty_may_end_early_and_a_size_be_asked_for():
     early = methods.recipe_of(Job("lenet5", "narrowgate-l1", 0, 0), 20)
-    assert [early.strength_schedule()(epoch) > 0 for epoch in (0, 14, 15, 19)] == [True, True, False, False]
+    assert [early.strength_schedule()(epoch) > 0 for epoch in (0, 7, 8, 19)] == [True, True, False, False]
     assert methods.recipe_of(Job("mobilenetv2", "narrowgate-l1", 1, 0), 20).budget.target == "params: 30%"
 
 
