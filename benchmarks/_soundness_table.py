@@ -16,9 +16,9 @@ def write_table(record: dict[str, Any], path: Path) -> None:
         "",
         f"Made by `{record['about']['command']}` ({record['about']['date'][:10]}, PyTorch "
         f"{record['about']['versions']['torch']}, torchvision {record['about']['versions']['torchvision']}, "
-        f"timm {record['about']['timm']}). Numbers in full: `soundness.json`.",
+        f"timm {record['about']['timm']}). Numbers in full: `{path.stem}.json`.",
         "",
-        "Random weights, random BatchNorm statistics and shifts, half of the filters of every layer but the last "
+        f"Random weights, random BatchNorm statistics and shifts, {record['settings']['zeroed']} "
         "zeroed at random, layer by layer; float64; batches of 2 and 3. *Error*: the largest difference between "
         "original and compacted outputs, over the spread of outputs across inputs, the worst of all four. "
         "*Noise*: what one unit in the last place of the inputs does, on the same scale. Same: error at most 1e-9 or "

@@ -79,6 +79,18 @@ def zero_half_(model: nn.Module) -> None:
             zero_rows_(module.in_proj_weight, module.in_proj_bias)
 
 
+@torch.no_grad()
+def zero_half_inputs_(model: nn.Module) -> None:
+    """Half of what every layer reads, each layer drawn by itself: layers that share a batch read other parts of it."""
+    for layer in mixers(model).values():
+        if getattr(layer, "groups", 1) > 1:
+            continue
+        axis = 0 if isinstance(layer, _ConvTransposeNd) else 1
+        inputs = layer.weight.shape[axis]
+        if inputs > 3:  # the image has all of its colours
+            layer.weight.mul_(2**0.5).index_fill_(axis, torch.randperm(inputs)[: inputs // 2], 0.0)
+
+
 def zero_rows_(weight: Tensor, bias: Tensor | None, transposed: bool = False) -> None:
     """Half of the outputs of one weight, rounded down, so that a layer of width 1 stays."""
     rows = weight.shape[1 if transposed else 0]

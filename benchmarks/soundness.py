@@ -5,15 +5,17 @@
     python benchmarks/soundness.py --resume           # only models without a result yet
     python benchmarks/soundness.py --only resnet50    # names that contain this; other results stay as they are
     python benchmarks/soundness.py --table            # write soundness.md again from soundness.json
+    python benchmarks/soundness.py --zero inputs --out benchmarks/soundness_inputs.json
 
 Needs the package installed, torchvision and timm. Writes ``benchmarks/soundness.json`` after every model and
 ``benchmarks/soundness.md`` at the end, or what ``--out some/where.json`` names, models always in the same order.
 
 Each model has random weights, random BatchNorm statistics and shifts, and half of the filters of every layer but the
-last set to zero, drawn layer by layer. It is planned and compacted in float64 in both layouts and compared on random
-images in batches of 2 and 3. The error is the largest difference over the spread of the outputs across inputs; noise
-is what one unit in the last place of every input does, on the same scale. A model passes if plan, compact and forward
-work and the error is at most 1e-9, or 100 times the noise, in both layouts at both batch sizes.
+last set to zero, drawn layer by layer; with ``--zero inputs``, half of what every layer reads. It is planned and
+compacted in float64 in both layouts and compared on random images in batches of 2 and 3. The error is the largest
+difference over the spread of the outputs across inputs; noise is what one unit in the last place of every input does,
+on the same scale. A model passes if plan, compact and forward work and the error is at most 1e-9, or 100 times the
+noise, in both layouts at both batch sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import torch
 from _record import ROOT, about, write_json
 from _soundness_table import write_table
 from _workers import Job, Limits, Outcome, add_options, first_line, outcomes
-from _zeroed import calibrate_, parameters, randomise_, zero_half_
+from _zeroed import calibrate_, parameters, randomise_, zero_half_, zero_half_inputs_
 from _zoo import Entry, Unknown, entries, load
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -45,6 +47,10 @@ LAYOUTS = ("aligned", "scatter")
 BATCHES = (2, 3)
 TOLERANCE = 1e-9
 NOISE_FACTOR = 100.0
+ZEROS = {
+    "filters": (zero_half_, "half of the filters of every layer but the last"),
+    "inputs": (zero_half_inputs_, "half of the inputs of every layer"),
+}
 
 
 class Wrong(Exception):
@@ -56,6 +62,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run models whose name contains this")
     parser.add_argument("--resume", action="store_true", help="keep results that are there")
     parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--zero", choices=tuple(ZEROS), default="filters", help="what half of is set to zero")
     parser.add_argument("--skip-larger-than", type=float, default=250.0, help="million parameters")
     add_options(parser, seconds=420.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -83,7 +90,7 @@ def run_all(options: argparse.Namespace, record: dict[str, Any]) -> None:
     for i, (key, outcome) in enumerate(outcomes(jobs, Limits.of(options)), 1):
         models[key] = result_of(zoo[key], outcome)
         record["models"] = {key: models[key] for key in zoo if key in models}
-        record |= {"about": {**about(), "timm": timm.__version__}, "settings": settings()}
+        record |= {"about": {**about(), "timm": timm.__version__}, "settings": settings(options.zero)}
         write_json(options.out, record)
         print(f"{i:>4}/{len(jobs)}  {key:<55} {outcome.seconds:6.1f} s  {models[key]['verdict']}", flush=True)
 
@@ -95,7 +102,7 @@ def jobs_of(options: argparse.Namespace, wanted: list[Entry], done: dict[str, An
     if options.workers > 1:
         times = {key: model.get("seconds", 0.0) for key, model in read(RESULTS)["models"].items()}
         wanted = sorted(wanted, key=lambda entry: -times.get(entry.key, float("inf")))
-    return {entry.key: functools.partial(measure, entry, options.skip_larger_than) for entry in wanted}
+    return {entry.key: functools.partial(measure, entry, options.skip_larger_than, options.zero) for entry in wanted}
 
 
 def result_of(entry: Entry, outcome: Outcome) -> dict[str, Any]:
@@ -108,10 +115,10 @@ def result_of(entry: Entry, outcome: Outcome) -> dict[str, Any]:
     return {"source": entry.source, "verdict": f"{kind}: {outcome.failure}", **where, **spent}
 
 
-def settings() -> dict[str, Any]:
+def settings(zero: str) -> dict[str, Any]:
     return {
         "dtype": "float64",
-        "zeroed": "half of the filters of every layer but the last",
+        "zeroed": ZEROS[zero][1],
         "batches": list(BATCHES),
         "tolerance": TOLERANCE,
         "noise_factor": NOISE_FACTOR,
@@ -119,7 +126,7 @@ def settings() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(entry: Entry, largest: float) -> dict[str, Any]:
+def measure(entry: Entry, largest: float, zero: str = "filters") -> dict[str, Any]:
     """Everything the table says about one model."""
     torch.manual_seed(zlib.crc32(entry.key.encode()))
     try:
@@ -133,7 +140,7 @@ def measure(entry: Entry, largest: float) -> dict[str, Any]:
         return {**result, "verdict": f"not run: size ({before / 1e6:.0f} M parameters)"}
     model.double()
     randomise_(model)
-    zero_half_(model)
+    ZEROS[zero][0](model)
     batches = [loaded.inputs(batch) for batch in BATCHES]
     if entry.may_not_trace:  # running one that does not would only take time
         try:
