@@ -168,6 +168,22 @@ def escapes() -> dict[str, object]:
     return {"notices": notices, "gradient": float(norm.weight.grad.abs().min())}
 
 
+def overwritten() -> dict[str, object]:
+    """A batch that changes between a norm and the use of its result, where no gradient forbids it."""
+    norm, notices = nn.BatchNorm2d(3), []
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=CHANNELS_LAST)
+    wanted = F.relu(F.batch_norm(x, None, None, training=True))
+
+    def model(x: Tensor) -> Tensor:
+        y = norm(x)
+        x.mul_(3).add_(x.square())
+        return F.relu(y)
+
+    with torch.no_grad():
+        found = fused.Fused(notices.append).around(lambda x: model(x.clone(memory_format=torch.preserve_format)))(x)
+    return {"notices": notices, "difference": float((found - wanted).abs().max())}
+
+
 def traps() -> dict[str, float]:
     """What a model may do to lead shortcuts astray: a norm without gradients first, a weight changed on the way."""
     norm, conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False)
@@ -217,6 +233,7 @@ def main() -> None:
                 "uses": model(Uses, (3, 3, 6, 6)),
                 "sequence": model(lambda: block(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(True)), (4, 3, 9, 9)),
                 "escapes": escapes(),
+                "overwritten": overwritten(),
                 "half": model(Odd, images, half=True),
                 **evenly_wide(),
             }

@@ -85,6 +85,11 @@ def test_a_model_that_hides_a_norm_from_it_is_run_plainly(trial: dict[str, Any])
     assert trial["escapes"]["gradient"] > 0
 
 
+def test_a_batch_that_changes_before_its_norm_is_used_is_noticed(trial: dict[str, Any]) -> None:
+    assert len(trial["overwritten"]["notices"]) == 1 and "in place" in trial["overwritten"]["notices"][0]
+    assert trial["overwritten"]["difference"] < 1e-5
+
+
 def test_where_it_cannot_be_the_reason_is_told() -> None:
     from narrowgate.train.fused import why_not
 

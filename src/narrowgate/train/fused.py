@@ -73,12 +73,14 @@ class _Batch:
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None) -> None:
         self.inputs, self.running = (x, weight, bias), running
-        self.with_gradient = torch.is_grad_enabled()
+        self.with_gradient, self._version = torch.is_grad_enabled(), x._version
 
     def compute(self, norm: Norm) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() != self.with_gradient:
             # Inside a custom autograd function, say, that would lose the gradient without a word.
             raise RuntimeError("a norm's result was first used where gradients are switched another way")
+        if self.inputs[0]._version != self._version:
+            raise RuntimeError("what a norm read was changed in place before its result was used")
         running, self.running = self.running, None
         found: tuple[Tensor, Tensor] = _NormActivation.apply(*self.inputs, running, norm)
         return found
