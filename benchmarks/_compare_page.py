@@ -24,7 +24,7 @@ def results_of(family: str, folder: Path = ROOT / "benchmarks") -> Path:
 def markdown(record: Record) -> str:
     """A whole result: what ran, who wins, and every point."""
     made, settings = record["about"], record["settings"]
-    devices = " and ".join(f"`--device {device}`" for device in record.get("devices", [settings["device"]]))
+    devices = " and ".join(f"`--device {device}`" for device in record["devices"])
     parts = [
         f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {made['torch_pruning'] or 'missing'}): "
         f"{settings['epochs']} epochs for every method, trained with {devices}, "

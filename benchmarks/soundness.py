@@ -126,7 +126,7 @@ def settings(zero: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(entry: Entry, largest: float, zero: str = "filters") -> dict[str, Any]:
+def measure(entry: Entry, largest: float, zero: str) -> dict[str, Any]:
     """Everything the table says about one model."""
     torch.manual_seed(zlib.crc32(entry.key.encode()))
     try:

@@ -142,7 +142,7 @@ def test_fused_norms_train_as_plain_ones(half):
 
 
 @pytest.mark.parametrize("network", ["dense", "residual", "cut"])
-def test_half_precision_in_fewer_kernels_is_as_exact_as_in_many(network):
+def test_half_precision_in_fewer_kernels_is_as_exact_as_in_many(network, monkeypatch):
     """Odd widths, sums, concatenations, pooling: the second step's gradients against those in float32."""
     from narrowgate.models import DenseNet, PreActResNet, build
     from narrowgate.train.fused import Fused
@@ -172,7 +172,7 @@ def test_half_precision_in_fewer_kernels_is_as_exact_as_in_many(network):
             torch.nn.functional.cross_entropy(y.float(), labels).backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    torch.backends.cudnn.allow_tf32 = False
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     exact = gradient(half=False, fused=False)
     # A rounding that flips a ReLU moves the gradient by far more than itself, in PyTorch's kernels as in ours.
     assert (gradient(half=False, fused=True) - exact).norm() < 0.03 * exact.norm()

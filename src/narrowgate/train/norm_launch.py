@@ -39,8 +39,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The norm of a channels_last batch, activated and dropped from, and what ``backward`` wants to know of it."""
     pixels, width = _Rows.of(x), norm.width
-    reading, writing = _deal(pixels.count, width, _READERS, _SUMS), _deal(pixels.count, width, _WRITERS, _WRITERS)
-    partial = torch.empty(2 * reading.splits * width, device=x.device)
+    reading, writing, partial = _two_passes(pixels.count, width, x.device)
     facts = torch.empty(4 * width, device=x.device)
     y = torch.empty((x.shape[0], width, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=_LAST)
     mean, var = (facts, facts) if running is None else running
@@ -80,8 +79,7 @@ def backward(x: Tensor, dy: Tensor, more: Tensor | None, facts: Tensor, norm: No
     """Gradients of the batch, ``more`` added to it, of the scale and of the shift."""
     pixels, width = _Rows.of(x), norm.width
     dy_rows, more_rows = _Rows.of(dy), pixels if more is None else _Rows.of(more)
-    reading, writing = _deal(pixels.count, width, _READERS, _SUMS), _deal(pixels.count, width, _WRITERS, _WRITERS)
-    partial = torch.empty(2 * reading.splits * width, device=x.device)
+    reading, writing, partial = _two_passes(pixels.count, width, x.device)
     d_weight, d_bias = (torch.empty(norm.channels, device=x.device) for _ in range(2))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=_LAST)
     unit, size = _sizes(reading, width, pixels, dy_rows, more_rows)
@@ -167,6 +165,12 @@ def _sizes(deal: _Deal, width: int, *rows: _Rows) -> tuple[int, dict[str, int]]:
     """What all lengths are multiples of, up to 8, and the constants that a kernel is compiled for."""
     unit = math.gcd(8, width, *(number for one in rows for number in (one.apart, one.long)))
     return unit, {"U": unit, "R": deal.R, "C": deal.C, "num_warps": _WARPS}
+
+
+def _two_passes(rows: int, width: int, device: torch.device) -> tuple[_Deal, _Deal, Tensor]:
+    """How the pass that sums and the one that writes are dealt out, and room for two sums of each split."""
+    reading, writing = _deal(rows, width, _READERS, _SUMS), _deal(rows, width, _WRITERS, _WRITERS)
+    return reading, writing, torch.empty(2 * reading.splits * width, device=device)
 
 
 def _deal(rows: int, channels: int, programs: int, most_splits: int) -> _Deal:

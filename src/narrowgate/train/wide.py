@@ -122,7 +122,7 @@ class _CastTogether(torch.autograd.Function):
             made = None if gradient is None else torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device)
             found.append(made)
         pairs = [(a, b) for a, b in zip(found, gradients, strict=True) if a is not None and b is not None]
-        _copy_all([a for a, _ in pairs], [inner(b, a.shape) if b.dim() > 1 else b for a, b in pairs])
+        _copy_all([a for a, _ in pairs], [inner(b, a.shape) for a, b in pairs])
         return None, *found
 
 
