@@ -192,6 +192,17 @@ def test_no_layer_loses_more_than_half_at_once():
     assert min(after / before for before, after in zip(opened, left_open, strict=True)) < 0.6  # the small ones go first
 
 
+def test_with_a_relative_penalty_gates_are_compared_within_their_layer():
+    """The same gates a tenth as large in one layer: each layer loses about the same share."""
+    model, gates = gated(Residual)
+    for i, gate in enumerate(gates.modules()):
+        gate.g.data.copy_(torch.linspace(0.1, 1.0, gate.size)).mul_(0.1 if i == 1 else 1.0)
+    Budget("params: 60%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3, relative=True), 10).step(6)
+    assert left(model, "params") == pytest.approx(0.6, abs=0.02)
+    shares = [float((gate.g != 0).double().mean()) for gate in gates.modules()]
+    assert max(shares) - min(shares) < 0.1 and max(shares) < 0.9, shares
+
+
 def test_a_collapse_is_undone():
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100)

@@ -8,6 +8,7 @@ from torch import nn
 
 import narrowgate as ng
 from narrowgate.gates import ExponentialGate, HardConcreteGate
+from narrowgate.norms import Relative
 from narrowgate.schedules import Stepped
 
 START = (-1.5, -0.4, -1e-6, 0.0, 0.02, 0.7, 2.0)
@@ -33,6 +34,69 @@ def test_value_and_gradient_are_the_closed_forms(name):
     terms, slopes = zip(*[CLOSED_FORMS[name](g) for g in START], strict=True)
     assert value == pytest.approx(0.3 * sum(terms), rel=1e-13)
     assert gradient == pytest.approx([0.3 * slope for slope in slopes], rel=1e-12, abs=1e-14)
+
+
+def gated_layers(*rows):
+    """Gates of several layers, one row of numbers each."""
+    gates = ng.attach_gates_(nn.Sequential(*[nn.Linear(2, len(row), dtype=torch.float64) for row in rows]), last=True)
+    gates.assign_(torch.tensor([g for row in rows for g in row], dtype=torch.float64))
+    return gates
+
+
+LAYERS = ((-1.5, 0.4, 1e-3), (0.02, 0.7, 2.0, 0.0), (3.0,))
+
+
+def test_a_relative_l1_counts_the_channels_that_matter():
+    gates = gated_layers(*LAYERS)
+    expected = sum(sum(map(abs, row)) ** 2 / sum(g * g for g in row) for row in LAYERS)
+    assert ng.Penalty(gates, "l1", 0.3, relative=True)().item() == pytest.approx(0.3 * expected, rel=1e-12)
+    even = gated_layers((0.2, -0.2, 0.2, 0.0), (7.0, 7.0))
+    assert ng.Penalty(even, "l1", 1.0, relative=True)().item() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("kind, options", [("l1", {}), ("bounded-l1", {"sigma": 0.4}), ("bounded-lp", {"p": 0.5})])
+def test_a_relative_penalty_does_not_pull_at_a_layer_as_a_whole(kind, options):
+    gates = gated_layers(*LAYERS)
+    weights = {gates.names[1]: 2.5}
+    value, _ = value_and_gradient(
+        gates, penalty := ng.Penalty(gates, kind, 0.3, weights=weights, relative=True, **options)
+    )
+    for gate in gates.modules():
+        assert gate.g.grad.abs().sum() > 0 or gate.size == 1
+        assert (gate.g.grad * gate.g).sum().item() == pytest.approx(0.0, abs=1e-12)
+    with torch.no_grad():
+        gates.modules()[0].g.mul_(0.01)
+        gates.modules()[1].g.mul_(-30.0)
+    assert penalty().item() == pytest.approx(value, rel=1e-12)
+
+
+def test_a_relative_gradient_is_the_one_by_differences():
+    x = torch.tensor([0.5, -1.5, 0.1, 2.0, 0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([2, 3, 1])
+    layer = torch.arange(3).repeat_interleave(lengths)
+    assert torch.autograd.gradcheck(lambda g: Relative.apply(g, lengths, layer), (x,))
+
+
+def test_removing_closed_gates_leaves_a_relative_penalty_as_it_was():
+    whole, cut = gated_layers((0.5, 0.0, 0.2, 0.0), (1.0, 0.0)), gated_layers((0.5, 0.2), (1.0,))
+    values = [ng.Penalty(gates, "bounded-l1", 1.0, sigma=0.3, relative=True)().item() for gates in (whole, cut)]
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
+def test_a_relative_penalty_of_closed_layers_is_zero_with_no_gradient():
+    gates = gated_layers((0.0, 0.0), (1.0, 2.0))
+    penalty = ng.Penalty(gates, "l1", 1.0, relative=True)
+    penalty().backward()
+    assert gates.modules()[0].g.grad.tolist() == [0.0, 0.0]
+    assert torch.isfinite(gates.modules()[1].g.grad).all()
+
+
+def test_what_can_not_be_relative_says_so():
+    gates = gates_at(*START)
+    with pytest.raises(ValueError, match="l2 penalty can't be relative"):
+        ng.Penalty(gates, "l2", 0.1, relative=True)
+    with pytest.raises(ValueError, match="no proximal step"):
+        ng.Penalty(gates, "l1", 0.1, relative=True).proximal_(0.1)
 
 
 def test_l0_is_the_expected_number_of_open_gates():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,34 @@ def l1(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
 def l2(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
     """Sum of ``x^2`` (the squared l2 norm, as in Lemma 1; half of it is what weight decay minimises)."""
     return (weight * at_least_float32(x).square()).sum()
+
+
+class Relative(torch.autograd.Function):
+    """Each layer's elements over the layer's typical size, ``sum x^2 / sum |x|``: a measure that zeros don't change.
+
+    A factor common to a layer's elements cancels, so no gradient shrinks a layer as a whole. The sum of the sizes of
+    what this gives is ``(sum |x|)^2 / sum x^2``, how many of the layer's elements count: from 1 to all of them.
+    ``lengths`` are the layers' sizes, ``layer`` is each element's. A layer of zeros stays as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: Tensor, layer: Tensor) -> Tensor:
+        squares, total = (_by_layer(part, lengths) for part in (x.square(), x.abs()))
+        inverse = torch.where(squares > 0, total / squares, torch.zeros_like(total)).index_select(0, layer)
+        relative = x * inverse
+        ctx.save_for_backward(relative, inverse, lengths, layer)
+        return relative
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        relative, inverse, lengths, layer = ctx.saved_tensors
+        counts = _by_layer(relative.abs(), lengths)
+        pull = torch.where(counts > 0, _by_layer(grads[0] * relative, lengths) / counts, torch.zeros_like(counts))
+        return inverse * (grads[0] - pull.index_select(0, layer) * (2 * relative - relative.sign())), None, None
+
+
+def _by_layer(x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
 
 
 def check_positive(name: str, value: float | Tensor) -> None:

@@ -24,6 +24,11 @@ class Penalty:
     ``bounded-lp`` are ``sum 1 - exp(-(|g| / sigma)^p)``, ``l0`` is the expected number of open hard-concrete gates.
     ``strength`` and ``sigma`` are numbers or schedules; ``set_epoch`` moves the schedules on. ``weights`` are factors
     by the gates' names, for layers whose channels cost more than others'; those not named have 1.
+
+    ``relative`` takes each layer's gates over their typical size, ``sum g^2 / sum |g|``, so that nothing is won by
+    making all gates of a layer smaller. That is for layers with a norm behind them, which would undo it: there a
+    plain penalty shrinks all gates alike, and the weights behind learn ever faster. ``l1`` is then the number of
+    channels that count, ``(sum |g|)^2 / sum g^2``.
     """
 
     def __init__(
@@ -34,9 +39,13 @@ class Penalty:
         sigma: float | Schedule = 1.0,
         p: float | None = None,
         weights: Mapping[str, float] | None = None,
+        relative: bool = False,
     ) -> None:
         self.gates = gates
         self.kind = kind
+        if relative and kind in ("l2", "l0"):
+            raise ValueError(f"the {kind} penalty can't be relative: it closes no gate by its size; use l1 or bounded")
+        self.relative = relative
         self.p = _check_kind(kind, p, gates)
         self.weights = _check_weights(weights or {}, gates)
         self._strength_schedule = as_schedule("strength", strength)
@@ -45,6 +54,7 @@ class Penalty:
         self._strength_tensor: Tensor | None = None
         self._sigma_tensor: Tensor | None = None
         self._weight_tensor: Tensor | None = None
+        self._layers: tuple[Tensor, Tensor] | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -87,6 +97,8 @@ class Penalty:
         g = self._expected_open() if self.kind == "l0" else self.gates.flat()
         strength, sigma = self._scalars(g)
         weight = self._weight_of_each(g)
+        if self.relative:
+            g = cast(Tensor, norms.Relative.apply(norms.at_least_float32(g), *self._layer_of_each(g)))
         if self.kind == "l0":
             norm = (weight * g).sum()
         elif self.kind == "l1":
@@ -112,6 +124,8 @@ class Penalty:
         norms.check_not_negative("lr", lr)
         if self.kind == "l0":
             raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
+        if self.relative:
+            raise ValueError("a relative penalty has no proximal step; add penalty() to the loss instead")
         strength, sigma = self._scalars(flat)
         g = flat.to(strength.dtype)
         step = lr * strength * self._weight_of_each(g)
@@ -160,6 +174,15 @@ class Penalty:
                 self._weight_tensor = kept = torch.tensor(each, dtype=like.dtype, device=like.device)
         return kept
 
+    def _layer_of_each(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The layers' sizes, and the layer of each single gate; made anew when gates were cut."""
+        if self._layers is None or self._layers[1].device != like.device or len(self._layers[1]) != len(like):
+            with torch.inference_mode(False):
+                lengths = torch.tensor(self._sizes(), device=like.device)
+                layer = torch.arange(len(lengths), device=like.device).repeat_interleave(lengths)
+            self._layers = lengths, layer
+        return self._layers
+
     def _scalars(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._strength_tensor is None or self._sigma_tensor is None or self._strength_tensor.device != like.device:
             dtype = torch.float32 if like.device.type == "mps" else torch.float64
@@ -171,7 +194,8 @@ class Penalty:
     def __repr__(self) -> str:
         sigma = "" if self.kind in ("l2", "l0") else f", sigma={self.sigma:g}"
         p = f", p={self.p:g}" if self.kind == "bounded-lp" else ""
-        return f"Penalty({self.kind!r}, strength={self.strength:g}{sigma}{p}, gates={self.gates.count})"
+        relative = ", relative=True" if self.relative else ""
+        return f"Penalty({self.kind!r}, strength={self.strength:g}{sigma}{p}{relative}, gates={self.gates.count})"
 
 
 def _check_weights(weights: Mapping[str, float], gates: Gates) -> dict[str, float]:

@@ -70,6 +70,12 @@ def build(name: str, classes: int, *, image_shape: Shape = (3, 32, 32), **option
     return _from_paper(name, classes, image_shape, options)
 
 
+def options_of(name: str) -> tuple[str, ...]:
+    """The options that one of the paper's networks takes; none for any other name."""
+    parameters = inspect.signature(_PAPER[name].make).parameters if name in _PAPER else ()
+    return tuple(option for option in parameters if option not in _RESERVED)
+
+
 def _from_paper(name: str, classes: int, shape: Shape, options: dict[str, Any]) -> nn.Module:
     entry = _PAPER[name]
     found = "x".join(map(str, shape))
@@ -77,7 +83,7 @@ def _from_paper(name: str, classes: int, shape: Shape, options: dict[str, Any]) 
         raise ModelError(f"{name} takes images of {'x'.join(map(str, entry.shape))}, and these are {found}")
     if min(shape[1:]) < entry.side:
         raise ModelError(f"{name} takes images of at least {entry.side}x{entry.side}, and these are {found}")
-    takes = [key for key in inspect.signature(entry.make).parameters if key not in _RESERVED]
+    takes = options_of(name)
     for option in options:
         if option not in takes:
             raise ModelError(f"{_unknown(option, takes, f'{name} has no option')} It takes {', '.join(takes)}")

@@ -131,7 +131,7 @@ class Budget:
             self._take_over()
 
     def _check_reach(self, target: str) -> None:
-        ranks = Ranking(self._modules, self._before, self.threshold)
+        ranks = self._ranks()
         least = self._left(ranks, ranks.most)
         if least > self.target + _ROUGH:
             raise ValueError(
@@ -143,10 +143,13 @@ class Budget:
     def _modules(self) -> list[Gate]:
         return self.penalty.gates.modules()
 
+    def _ranks(self) -> Ranking:
+        return Ranking(self._modules, self._before, self.threshold, relative=self.penalty.relative)
+
     def step(self, epoch: int) -> float:
         """Call after each epoch (counted from 0), before a ``Shrinker``: sets the penalty's strength and returns it."""
         self.penalty.gates.values()  # raises if one is NaN
-        ranks = Ranking(self._modules, self._before, self.threshold)
+        ranks = self._ranks()
         last = epoch + 1 >= min(self.epochs, math.ceil(self.arrive * self.epochs))
         with random_numbers_kept(self.model):
             if self._looks(epoch, ranks, last or self.holding):
@@ -214,7 +217,7 @@ class Budget:
         ranks.close_(closed)
         self.left, self._open = known[closed], ranks.count - closed
         if meet:
-            self._held = Ranking(self._modules, self._before, self.threshold).digest
+            self._held = self._ranks().digest
             self._rest_()
 
     def _due(self, epoch: int) -> float:

@@ -18,13 +18,19 @@ class Ranking:
     """The gates in the order in which they would close: closed ones first, by what they were an epoch ago.
 
     The largest gates of each layer come last of all and are never closed, unless they were closed an epoch ago already:
-    the largest one, or ``spared_share`` of those that are open.
+    the largest one, or ``spared_share`` of those that are open. ``relative`` counts sizes as a relative penalty does,
+    over what is typical of the layer.
     """
 
     def __init__(
-        self, gates: list[Gate], before: list[list[float]], threshold: float, spared_share: float = 0.0
+        self,
+        gates: list[Gate],
+        before: list[list[float]],
+        threshold: float,
+        spared_share: float = 0.0,
+        relative: bool = False,
     ) -> None:
-        self.gates, self._threshold = gates, threshold
+        self.gates, self._threshold, self._relative = gates, threshold, relative
         self.open: list[Tensor] = []  # what each gate is set to if it stays, or is opened again
         sizes, keys, spared, shut = [], [], [], []
         for gate, numbers in zip(gates, before, strict=True):
@@ -33,6 +39,8 @@ class Ranking:
             past = past if len(past) == len(now) else now  # it was cut in between
             closed = (gate.final_value() <= threshold).flatten().cpu()
             size = _size(gate, now).masked_fill(closed, 0.0)
+            if relative and size.any():
+                size = size * (size.sum() / size.square().sum())
             key = torch.where(closed, _size(gate, past) * 1e-9, size)
             self.open.append(torch.where(closed, past, now))
             sizes.append(size)
@@ -48,7 +56,7 @@ class Ranking:
 
     def sparing(self, share: float) -> Ranking:
         """The same gates, of which this share of each layer's open ones can't be closed."""
-        return Ranking(self.gates, [g.tolist() for g in self.open], self._threshold, share)
+        return Ranking(self.gates, [g.tolist() for g in self.open], self._threshold, share, self._relative)
 
     def nth_largest(self, number: int) -> float:
         """The size of the smallest gate among this many of the largest; 0 where it is closed."""

@@ -54,6 +54,7 @@ def build(recipe: Recipe, classes: int, image_shape: tuple[int, int, int], devic
             recipe.sigma_schedule(),
             recipe.penalty.p,
             weights_of(recipe, model, gates, example),
+            recipe.penalty.relative,
         )
     return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device, penalty))
 

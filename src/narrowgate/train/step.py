@@ -165,12 +165,20 @@ class GraphLoop(Loop):
 
 
 @torch.no_grad()
-def count_hits(model: nn.Module, batches: Any, device: torch.device, bf16: bool) -> Tensor:
-    """How many images a model gets right and how many there are, as one tensor; its mode is given back."""
+def count_hits(
+    model: nn.Module, batches: Any, device: torch.device, bf16: bool, noisy: Sequence[nn.Module] = ()
+) -> Tensor:
+    """How many images a model gets right and how many there are, as one tensor; its mode is given back.
+
+    Args:
+        noisy: layers of it that are in training mode for this.
+    """
     training, benchmark = model.training, torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False  # trying kernels out would take longer than the few batches do
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
+    for layer in noisy:
+        layer.training = True
     try:
         for images, labels in batches:
             with autocast(device, bf16):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +172,11 @@ class Training:
             return forward
         return Fused(self.show.notice).around(forward)
 
-    def accuracy(self, model: nn.Module, split: str, bf16: bool = False) -> float:
-        """The share of a split's images that a model gets right."""
+    def accuracy(self, model: nn.Module, split: str, bf16: bool = False, noisy: Sequence[nn.Module] = ()) -> float:
+        """The share of a split's images that a model gets right, with ``noisy`` layers of it in training mode."""
         batches = held_out_batches(self.data, split, self.place)
         with full_precision():
-            counts = self.team.all_sum(count_hits(model, batches, self.place.device, bf16))
+            counts = self.team.all_sum(count_hits(model, batches, self.place.device, bf16, noisy))
         return float(counts[0] / counts[1])
 
     def rewind_log(self) -> None:
@@ -234,16 +235,21 @@ class Training:
         part = self.recipe.train
         if (self.epoch + 1) % part.evaluate_every and self.epoch + 1 < part.epochs:
             return None
-        return self.accuracy(self.parts.model, "held-out", part.precision == "bf16")
+        return self._judge()
+
+    def _judge(self, noisy: Sequence[nn.Module] = ()) -> float:
+        return self.accuracy(self.parts.model, "held-out", self.recipe.train.precision == "bf16", noisy)
 
     def _tell(self, row: EpochRow) -> None:
         self._watch.check(row)  # raises if the loss is not a number
-        if self.parts.gates is not None:
-            for notice in self._watch.notices(row, self.parts.gates):
-                self.show.notice(notice)
+        gates = self.parts.gates
+        notices = [] if gates is None else self._watch.notices(row, gates)
+        notices += self._watch.variance_shift(row, self.parts.model, self.example, self._judge)
+        for notice in notices:
+            self.show.notice(notice)
         self.show.epoch(row)
         if self._log is not None:
-            self._log.epoch(row, self.parts.gates)
+            self._log.epoch(row, gates)
 
     def _no_graph(self) -> str:
         """Why a step can't be a CUDA graph here; empty if it can."""

@@ -1,21 +1,29 @@
-"""Trouble that a run can name: a loss that is no number, layers that closed for good, gates that do not stay closed."""
+"""Trouble that a run can name: a loss that is no number, closed layers, gates that stay open, dropout before a norm."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from narrowgate.flow import TraceError
 from narrowgate.gates import CLOSING_POINT
 from narrowgate.gateset import Gates
+from narrowgate.models.registry import options_of
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.finish import threshold_of
 from narrowgate.train.log import EpochRow
 from narrowgate.train.recipe import Recipe
+from narrowgate.train.recipe.toml import write_value
 from narrowgate.train.run_folder import CHECKPOINTS
+from narrowgate.train.shrink import random_numbers_kept
+from narrowgate.train.variance import dropouts_before_norms
 
 _NAMED = 3  # layers that a notice lists
+_FAR_BELOW = 0.15  # of the training accuracy, for a held-out accuracy to be looked into
 
 
 class TrainingError(RuntimeError):
@@ -35,6 +43,7 @@ class Watch:
         self._steps = steps
         self._collapsed: set[str] = set()
         self._told_no_progress = False
+        self._dropouts: dict[str, str] | None = None  # in front of a norm, to be told; None: not looked for
 
     def check(self, row: EpochRow) -> None:
         """Raise TrainingError if the epoch's loss is NaN or infinite."""
@@ -64,6 +73,43 @@ class Watch:
         values = dict(zip(gates, torch.split(flat.float().cpu(), sizes), strict=True))  # one transfer for all layers
         found = [self._collapse(row, values), self._no_progress(row, values), self._let_go(row, values)]
         return [notice for notice in found if notice]
+
+    def variance_shift(
+        self, row: EpochRow, model: nn.Module, example: torch.Tensor, judge: Callable[[Sequence[nn.Module]], float]
+    ) -> list[str]:
+        """Name dropout in front of a BatchNorm, once, where held-out accuracy suffers from it.
+
+        Of what could keep it below training accuracy, only this goes away when the dropout is left on.
+
+        Args:
+            judge: the held-out accuracy with some layers in training mode.
+        """
+        if row.accuracy is None or row.train_accuracy - row.accuracy < _FAR_BELOW or self._dropouts == {}:
+            return []
+        with random_numbers_kept(model):
+            if self._dropouts is None:
+                self._dropouts = _dropouts(model, example)
+            if not self._dropouts:
+                return []
+            layers = dict(model.named_modules(remove_duplicate=False))
+            # A dropout that runs in no layer is the model's own.
+            left_on = judge([layers.get(name, model) for name in self._dropouts])
+        if left_on < (row.accuracy + row.train_accuracy) / 2:
+            return []
+        (dropout, norm), more = next(iter(self._dropouts.items())), len(self._dropouts) - 1
+        self._dropouts = {}
+        return [
+            f"epoch {row.epoch}: held-out accuracy is {row.accuracy:.1%}, training accuracy {row.train_accuracy:.1%}; "
+            f"with dropout left on, the former is {left_on:.1%}. The dropout in {dropout}"
+            f"{f' (and {more} more)' if more else ''} is in front of a BatchNorm, {norm}: its running variance counts "
+            f"the noise, which is gone when the network is used. {self._without_dropout()}"
+        ]
+
+    def _without_dropout(self) -> str:
+        part = self._recipe.model
+        if "dropout" in options_of(part.name):
+            return f"Set model.options = {write_value({**part.options, 'dropout': 0.0})}"
+        return "Take the dropout out, or put it behind the last norm"
 
     def _collapse(self, row: EpochRow, values: dict[str, torch.Tensor]) -> str:
         closed = [name for name, value in values.items() if name not in self._collapsed and not value.any()]
@@ -142,6 +188,13 @@ class Watch:
         if self._recipe.gates.kind == "linear" or self._recipe.gates.placement != "after-norm":
             return ""
         return '. With gates.placement = "before-norm" the norm undoes a gate\'s scale, and only the penalty moves it'
+
+
+def _dropouts(model: nn.Module, example: torch.Tensor) -> dict[str, str]:
+    try:
+        return dropouts_before_norms(model, example)
+    except TraceError:
+        return {}  # nothing is known, so nothing is said
 
 
 def reach_of(recipe: Recipe, steps: int, size: float, epochs: int) -> float:

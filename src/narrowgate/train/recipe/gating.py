@@ -112,6 +112,14 @@ class PenaltyPart(Part):
         default_factory=dict,
         metadata=key(Table(), 'further factors by layer, as in `{ conv1 = 10.0, "fc1.inputs" = 0.1 }`'),
     )
+    relative: bool = field(
+        default=False,
+        metadata=key(
+            Flag(),
+            "count each layer's gates relative to their typical size, so that shrinking a whole layer wins nothing: "
+            "for networks whose layers have a norm behind them",
+        ),
+    )
     proximal: bool = field(
         default=False,
         metadata=key(

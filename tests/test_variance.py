@@ -1,0 +1,133 @@
+"""Dropout in front of a BatchNorm is named once, and only where held-out accuracy suffers from it."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from engine_helpers import RESNET, outcome, rows, train, write_images
+from test_log import row
+from test_watch import watch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowgate as ng
+from narrowgate import models
+from narrowgate.train import watch as watch_module
+from narrowgate.train.variance import dropouts_before_norms
+
+IMAGES = torch.rand(4, 3, 8, 8)
+
+
+def chained(*names, **others):
+    """Layers one after the other, by these names."""
+    layers = {"drop": nn.Dropout(0.3), "conv": nn.Conv2d(3, 3, 1), "bn": nn.BatchNorm2d(3), "end": nn.Flatten()}
+    return nn.Sequential(OrderedDict((name, (layers | others)[name]) for name in names))
+
+
+class Functional(nn.Module):
+    """Dropout that is no layer, beside a branch without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn1, self.bn2, self.bn3 = (nn.BatchNorm2d(3) for _ in range(3))
+
+    def forward(self, x):
+        quiet = self.bn1(x)
+        noisy = F.dropout(x, 0.2, self.training)
+        return self.bn3(torch.cat([quiet, self.bn2(noisy)])).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "model, found",
+    [
+        (chained("drop", "conv", "bn", "end"), {"drop": "bn"}),
+        (chained("conv", "bn", "drop", "end"), {}),
+        (chained("drop", "conv", "bn", drop=nn.Dropout2d(0.1, inplace=True)), {"drop": "bn"}),
+        (chained("drop", "conv", "bn", drop=nn.Dropout(0.0)), {}),
+        (chained("drop", "conv", "bn", bn=nn.BatchNorm2d(3, track_running_stats=False)), {}),
+        (chained("drop", "conv", "bn", bn=nn.GroupNorm(1, 3)), {}),
+        (Functional(), {"the model itself": "bn2"}),
+    ],
+)
+def test_what_the_graph_says(model, found):
+    assert dropouts_before_norms(model.train(), IMAGES) == found
+    assert model.training
+
+
+def test_the_papers_networks():
+    images = torch.rand(2, 3, 32, 32)
+    assert dropouts_before_norms(models.mobilenetv2(), images) == {}
+    dense = dropouts_before_norms(models.DenseNet(10), images)
+    assert len(dense) == 6 and dense["blocks.0.0.dropout"] == "blocks.0.1.bn"
+    resnet = models.PreActResNet(11, dropout=0.1)
+    ng.attach_gates_(resnet)
+    assert next(iter(dropouts_before_norms(resnet, images).items())) == ("stages.0.0.dropout", "stages.0.0.bn2")
+
+
+def test_named_once_where_it_is_the_reason(tmp_path):
+    model, asked = chained("drop", "conv", "bn", "end"), []
+
+    def judge(noisy):
+        asked.append(noisy)
+        return 0.55
+
+    looks = watch(tmp_path)
+    far = row(3, train_accuracy=0.6, accuracy=0.25)
+    (notice,) = looks.variance_shift(far, model, IMAGES, judge)
+    assert notice.startswith("epoch 3: held-out accuracy is 25.0%, training accuracy 60.0%; with dropout left on, the")
+    assert "is 55.0%. The dropout in drop is in front of a BatchNorm, bn:" in notice
+    assert notice.endswith("Take the dropout out, or put it behind the last norm")
+    assert asked == [[model.drop]]
+    assert looks.variance_shift(far, model, IMAGES, judge) == [] and len(asked) == 1
+
+
+def test_the_remedy_is_an_option_of_the_papers_networks(tmp_path):
+    looks = watch(tmp_path, "model.name=resnet", "model.options={ depth = 11, dropout = 0.3 }")
+    far = row(3, train_accuracy=0.6, accuracy=0.25)
+    (notice,) = looks.variance_shift(far, models.PreActResNet(11, dropout=0.3), IMAGES, lambda noisy: 0.55)
+    assert "The dropout in stages.0.0.dropout (and 2 more) is" in notice
+    assert notice.endswith("Set model.options = { depth = 11, dropout = 0.0 }")
+
+
+def never(noisy):
+    raise AssertionError("this costs an evaluation")
+
+
+@pytest.mark.parametrize("accuracy", [None, 0.5, 0.7])
+def test_a_healthy_run_is_not_looked_into(tmp_path, accuracy):
+    now = row(3, train_accuracy=0.6, accuracy=accuracy)
+    assert watch(tmp_path).variance_shift(now, chained("drop", "conv", "bn"), IMAGES, never) == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [chained("conv", "bn", "drop", "end"), models.mobilenetv2(10), nn.Linear(1, 1)],
+    ids=["behind", "mobilenetv2", "not traced"],
+)
+def test_no_dropout_before_a_norm(tmp_path, model):
+    assert watch(tmp_path).variance_shift(row(3, train_accuracy=0.9, accuracy=0.1), model, IMAGES, never) == []
+
+
+def test_a_network_that_only_knows_its_training_images(tmp_path):
+    looks, model = watch(tmp_path), chained("drop", "conv", "bn", "end")
+    far = row(3, train_accuracy=1.0, accuracy=0.6)
+    assert looks.variance_shift(far, model, IMAGES, lambda noisy: 0.62) == []
+    assert len(looks.variance_shift(far, model, IMAGES, lambda noisy: 0.9)) == 1  # it looks again
+
+
+SETTINGS = ("penalty.strength=0.01", "train.epochs=3", "checkpoint.best=false")
+
+
+def test_in_a_run(tmp_path, monkeypatch):
+    data = write_images(tmp_path / "images.npz")
+    noisy = (*SETTINGS, "model.options={ depth = 20, dropout = 0.7 }")
+    train(RESNET, tmp_path / "noisy", data, *noisy)
+    assert train.printed.count("is in front of a BatchNorm, stages.0.0.bn2") == 1
+    last = rows(tmp_path / "noisy")[-1]
+    assert last["accuracy"] < last["train_accuracy"] - 0.15
+    train(RESNET, tmp_path / "clean", data, *SETTINGS)
+    assert "dropout" not in train.printed
+    monkeypatch.setattr(watch_module, "_FAR_BELOW", 2.0)  # which nothing is: looking changed no bit of the run
+    train(RESNET, tmp_path / "unseen", data, *noisy)
+    assert "dropout" not in train.printed
+    assert outcome(tmp_path / "unseen") == outcome(tmp_path / "noisy")
