@@ -14,6 +14,9 @@ import torch
 from _compare_methods import NETWORKS, RATIO, Job, cut_epoch, recipe_of
 from torch import Tensor, nn
 
+from narrowgate.flow import Plan
+from narrowgate.flow.cuts import Cut, Edit
+from narrowgate.flow.surgery import tensors_of
 from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
 from narrowgate.train.data import Data, load_data
@@ -53,8 +56,8 @@ class ChannelsLast(Place):
         return torch.channels_last
 
 
-def run_job(job: Job, budget: Budget, data_path: str, folder: Path) -> tuple[Record, nn.Module, Tensor]:
-    """Run it; what came out, the small network on the CPU and an image for it. ``folder`` gets the engine's logs."""
+def run_job(job: Job, budget: Budget, data_path: str, folder: Path) -> tuple[Record, nn.Module, Plan]:
+    """Run it; what came out, the small network on the CPU and its plan. ``folder`` gets the engine's logs."""
     started = time.perf_counter()
     recipe = recipe_of(job, budget.epochs, budget.validation)
     place = ChannelsLast(torch.device(budget.device))
@@ -67,7 +70,7 @@ def run_job(job: Job, budget: Budget, data_path: str, folder: Path) -> tuple[Rec
         while training.epoch < cut:
             training.one_epoch()
         split = "held-out" if budget.validation else "test"
-        small, removal = _remove(job, training, split)
+        small, plan, removal = _remove(job, training, split)
         cut_accuracy = training.accuracy(small, split)
         _train_on(training, small, cut, budget.epochs)
         accuracy = training.accuracy(small, split)
@@ -86,7 +89,7 @@ def run_job(job: Job, budget: Budget, data_path: str, folder: Path) -> tuple[Rec
         "seconds": round(time.perf_counter() - started, 1),
         "recipe": recipe.tables(),
     }
-    return record, small.cpu(), training.example[:1].cpu()
+    return record, small.cpu(), plan
 
 
 def _fewer(data: Any, images: int | None) -> Data:
@@ -107,12 +110,12 @@ def _train_on(training: Training, small: nn.Module, first: int, epochs: int) -> 
     small.eval()
 
 
-def _remove(job: Job, training: Training, split: str) -> tuple[nn.Module, Record]:
-    """The small network, and what its outputs lost: by the whole step, and by the removal of what was zero alone."""
+def _remove(job: Job, training: Training, split: str) -> tuple[nn.Module, Plan, Record]:
+    """The small network, its plan, and what its outputs lost: by the whole step, and by removing mere zeros alone."""
     parts = training.parts
     trained = _outputs(training, parts.model, split)
     method = NETWORKS[job.network].methods[job.method]
-    zeroed = None
+    plan = zeroed = None
     if method.key == RATIO:
         small = cut_by_torch_pruning(parts.model, training.example, method.values[job.size])
     elif parts.gates is None:
@@ -120,15 +123,13 @@ def _remove(job: Job, training: Training, split: str) -> tuple[nn.Module, Record
     else:
         earlier = None if training.shrinker is None else training.shrinker.plan
         full = training.full.parameters
-        small = prune(
-            parts.model, parts.gates, training.recipe, training.example, full, earlier, training.team.agree
-        ).small
-        zeroed = _outputs(training, parts.model, split)
+        pruned = prune(parts.model, parts.gates, training.recipe, training.example, full, earlier, training.team.agree)
+        small, plan, zeroed = pruned.small, pruned.plan, _outputs(training, parts.model, split)
     outputs = _outputs(training, small, split)
     found = {"scale": float(trained.std()), "whole_step": _difference(trained, outputs)}
     if zeroed is not None:
         found["zeros_only"] = _difference(zeroed, outputs)
-    return small, found
+    return small, plan or plan_by_shapes(parts.model, small), found
 
 
 def cut_by_torch_pruning(model: nn.Module, example: Tensor, ratio: float) -> nn.Module:
@@ -146,6 +147,23 @@ def cut_by_torch_pruning(model: nn.Module, example: Tensor, ratio: float) -> nn.
     )
     pruner.step()
     return small
+
+
+def plan_by_shapes(full: nn.Module, small: nn.Module) -> Plan:
+    """A plan that gives a network the shapes of a narrower one, for ``ng.save``; which channels went it can't tell."""
+    old, new = tensors_of(full), tensors_of(small)
+    cuts = {}
+    for name, tensor in old.items():
+        sizes = enumerate(zip(tensor.shape, new[name].shape, strict=True))
+        if keep := {axis: list(range(after)) for axis, (before, after) in sizes if before != after}:
+            cuts[name] = Cut(tuple(tensor.shape), keep)
+    edits = {
+        f"{name}.weight": Edit(name, f"{name}.weight", None, layer.groups, False, new_groups=layer.groups)
+        for name, layer in small.named_modules()
+        if isinstance(layer, nn.Conv2d) and layer.groups > 1
+    }
+    count = [sum(parameter.numel() for parameter in model.parameters()) for model in (full, small)]
+    return Plan("aligned", "exact", cuts, edits, [], [], {}, *count)
 
 
 @torch.no_grad()

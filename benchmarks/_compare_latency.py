@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from _compare_methods import Job
+from _compare_methods import NETWORKS, Job, recipe_of
 from _compare_runner import Work
 from _record import device_name, write_json
 
+from narrowgate import load
 from narrowgate.measure.latency import latency
+from narrowgate.train.recipe import Recipe
+from narrowgate.train.setup import plain_model
 
 BATCHES = (1, 64)
+IMAGES = {"mnist": (10, (1, 28, 28)), "cifar100": (100, (3, 32, 32))}
 
 
 def time_all(jobs: Sequence[Job], work: Work, threads: int, seconds: float, deadline: float | None) -> list[Job]:
@@ -24,19 +28,25 @@ def time_all(jobs: Sequence[Job], work: Work, threads: int, seconds: float, dead
     for place, job in enumerate(waiting):
         if deadline is not None and time.monotonic() - begun >= deadline:
             return waiting[place:]
-        dense = work.model(Job(job.network, "dense", 0, job.seed))
-        if not dense.exists():
+        dense = Job(job.network, "dense", 0, job.seed)
+        if not work.model(dense).exists():
             print(f"{job.name}: not timed, {dense.name} is missing", flush=True)
             continue
-        write_json(work.latency(job), time_one(*_both(dense, work.model(job)), seconds))
+        example = torch.rand(1, *_full(job)[2])
+        write_json(work.latency(job), time_one(kept(dense, work), kept(job, work), example, seconds))
         print(f"{job.name}: timed", flush=True)
     return []
 
 
-def _both(*paths: Any) -> tuple[Any, Any, Any]:
-    """Two networks and an example for them. They are files of this benchmark's own, from its work folder."""
-    dense, small = (torch.load(path, weights_only=False) for path in paths)
-    return dense["model"], small["model"], dense["example"]
+def kept(job: Job, work: Work) -> torch.nn.Module:
+    """The small network of a run."""
+    return load(work.model(job), lambda: plain_model(*_full(job))).eval()
+
+
+def _full(job: Job) -> tuple[Recipe, int, tuple[int, int, int]]:
+    """What makes a run's network at full size: recipe, classes and shape of the images."""
+    recipe = recipe_of(job, NETWORKS[job.network].epochs)
+    return recipe, *IMAGES[recipe.data.source]
 
 
 def time_one(dense: torch.nn.Module, small: torch.nn.Module, example: torch.Tensor, seconds: float) -> dict[str, Any]:

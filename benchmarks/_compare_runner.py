@@ -39,7 +39,7 @@ class Work:
         return self.folder / "jobs" / f"{job.name}.json"
 
     def model(self, job: Job) -> Path:
-        return self.folder / "models" / f"{job.name}.pt"
+        return self.folder / "models" / job.name
 
     def latency(self, job: Job) -> Path:
         return self.folder / "latency" / f"{job.name}.json"

@@ -102,6 +102,7 @@ def one(options: argparse.Namespace, work: Work, job: Job) -> None:
     import torch
     from _compare_job import Budget, run_job
 
+    import narrowgate as ng
     from narrowgate.flow import CollapseError, ReplayError
     from narrowgate.train.watch import TrainingError
 
@@ -109,15 +110,12 @@ def one(options: argparse.Namespace, work: Work, job: Job) -> None:
     torch.set_flush_denormal(True)  # weights on their way to zero would slow a CPU down
     budget = Budget(options.epochs, options.images, options.validation, options.device)
     try:
-        record, small, example = run_job(
-            job, budget, options.data, work.folder / "engine" / f"{job.name}-{os.getpid()}"
-        )
+        record, small, plan = run_job(job, budget, options.data, work.folder / "engine" / f"{job.name}-{os.getpid()}")
     except (CollapseError, ReplayError, TrainingError) as error:
         write_json(work.result(job), {"failure": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
         return
     if job.seed == options.seeds[0]:
-        work.model(job).parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"model": small, "example": example}, work.model(job))
+        ng.save(small, plan, work.model(job))
     write_json(work.result(job), {**record, "device": options.device})
     print(short(record))
 

@@ -21,6 +21,7 @@ import compare  # noqa: E402
 from _compare_methods import FAMILIES, NETWORKS, RATIO, Job  # noqa: E402
 from _compare_runner import Work, WorkError  # noqa: E402
 
+import narrowgate as ng  # noqa: E402
 from narrowgate.reproduce.page import between_markers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -94,12 +95,12 @@ def run(method, images, folder, network="lenet5", epochs=3):
 
 @pytest.mark.slow
 def test_magnitude_changes_the_network_when_it_cuts_and_its_removal_does_not(images, tmp_path):
-    record, small, example = run("magnitude", images, tmp_path)
+    record, small, _ = run("magnitude", images, tmp_path)
     assert record["parameters"] == count(small) < 0.2 * record["parameters_full"]
     assert record["removal"]["whole_step"]["largest_change"] > 1e-3
     assert record["removal"]["zeros_only"]["largest_change"] < 1e-4
     assert record["removal"]["zeros_only"]["predictions_changed"] == 0
-    assert small(example).shape == (1, 10) and record["cut_after_epochs"] == 2
+    assert small(torch.rand(1, 1, 28, 28)).shape == (1, 10) and record["cut_after_epochs"] == 2
 
 
 @pytest.mark.slow
@@ -108,6 +109,19 @@ def test_torch_pruning_cuts_the_same_network(images, tmp_path):
     record, small, _ = run("torch-pruning", images, tmp_path)
     assert record["parameters"] == count(small) < 0.2 * record["parameters_full"]
     assert "zeros_only" not in record["removal"] and record["removal"]["whole_step"]["images"] == 40
+
+
+def test_a_network_is_kept_by_its_shapes_where_no_plan_made_it(tmp_path):
+    from _compare_job import plan_by_shapes
+
+    def net(width):
+        deep = nn.Conv2d(width, width, 3, groups=width)
+        return nn.Sequential(nn.Conv2d(3, width, 1), deep, nn.BatchNorm2d(width), nn.Conv2d(width, 4, 1)).eval()
+
+    full, small, x = net(8), net(5), torch.rand(2, 3, 6, 6)
+    ng.save(small, plan_by_shapes(full, small), tmp_path / "small")
+    kept = ng.load(tmp_path / "small", lambda: net(8)).eval()
+    assert torch.equal(kept(x), small(x)) and kept[1].groups == 5 and count(kept) == count(small) < count(full)
 
 
 def test_every_method_starts_from_the_same_weights(images, tmp_path):
