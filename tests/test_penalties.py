@@ -95,8 +95,19 @@ def test_what_can_not_be_relative_says_so():
     gates = gates_at(*START)
     with pytest.raises(ValueError, match="l2 penalty can't be relative"):
         ng.Penalty(gates, "l2", 0.1, relative=True)
-    with pytest.raises(ValueError, match="no proximal step"):
-        ng.Penalty(gates, "l1", 0.1, relative=True).proximal_(0.1)
+
+
+@pytest.mark.parametrize("kind, options", [("l1", {}), ("bounded-l1", {"sigma": 0.4}), ("bounded-lp", {"p": 0.5})])
+def test_a_relative_proximal_step_is_a_gradient_step_that_stops_at_zero(kind, options):
+    gates = gated_layers(*LAYERS)
+    penalty = ng.Penalty(gates, kind, 0.3, weights={gates.names[1]: 2.5}, relative=True, **options)
+    value_and_gradient(gates, penalty)
+    moved = [gate.g.detach() - 0.05 * gate.g.grad for gate in gates.modules()]
+    before = parameters_of(gates)
+    expected = torch.cat(moved) * (torch.cat(moved).sign() == before.sign())
+    penalty.proximal_(0.05)
+    assert_same(parameters_of(gates), expected)
+    assert (parameters_of(gates) == 0).sum() > (before == 0).sum()
 
 
 def test_l0_is_the_expected_number_of_open_gates():

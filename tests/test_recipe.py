@@ -194,7 +194,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["penalty.kind=l0"], ["penalty.kind", "gates.kind"]),
         (["gates.kind=hard-concrete", "penalty.kind=l0", "penalty.proximal=true"], ["penalty.proximal"]),
         (["penalty.kind=l2", "penalty.relative=true"], ["penalty.relative", "penalty.kind"]),
-        (["penalty.relative=true", "penalty.proximal=true"], ["penalty.proximal", "penalty.relative"]),
         (["penalty.kind=bounded-lp"], ["penalty.p"]),
         (["penalty.p=0.5"], ["penalty.p", "penalty.kind"]),
         (["penalty.kind=l2", "penalty.sigma=2.0"], ["penalty.sigma", "penalty.kind"]),

@@ -96,18 +96,19 @@ class Penalty:
         """The penalty as a scalar to add to the loss."""
         g = self._expected_open() if self.kind == "l0" else self.gates.flat()
         strength, sigma = self._scalars(g)
+        return (strength * self._norm(g, sigma)).to(norms.at_least_float32(g).dtype)
+
+    def _norm(self, g: Tensor, sigma: Tensor) -> Tensor:
         weight = self._weight_of_each(g)
         if self.relative:
             g = cast(Tensor, norms.Relative.apply(norms.at_least_float32(g), *self._layer_of_each(g)))
         if self.kind == "l0":
-            norm = (weight * g).sum()
-        elif self.kind == "l1":
-            norm = norms.l1(g, weight) / sigma
-        elif self.kind == "l2":
-            norm = norms.l2(g, weight) / 2
-        else:
-            norm = norms.bounded_lp(g, self.p, sigma, weight)
-        return (strength * norm).to(norms.at_least_float32(g).dtype)
+            return (weight * g).sum()
+        if self.kind == "l1":
+            return norms.l1(g, weight) / sigma
+        if self.kind == "l2":
+            return norms.l2(g, weight) / 2
+        return norms.bounded_lp(g, self.p, sigma, weight)
 
     @torch.no_grad()
     def proximal_(self, lr: float | Tensor) -> None:
@@ -124,12 +125,12 @@ class Penalty:
         norms.check_not_negative("lr", lr)
         if self.kind == "l0":
             raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
-        if self.relative:
-            raise ValueError("a relative penalty has no proximal step; add penalty() to the loss instead")
         strength, sigma = self._scalars(flat)
         g = flat.to(strength.dtype)
         step = lr * strength * self._weight_of_each(g)
-        if self.kind == "l2":
+        if self.relative:
+            new = torch.sign(g) * (g.abs() - lr * strength * self._relative_slope(g, sigma)).clamp(min=0)
+        elif self.kind == "l2":
             new = g / (1 + step)
         else:
             new = torch.sign(g) * (g.abs() - step * self._slope(g.abs(), sigma)).clamp(min=0)
@@ -149,6 +150,13 @@ class Penalty:
         slope = self.p / sigma * ratio ** (self.p - 1) * torch.exp(-exponent)
         # Never inf or NaN, so that a strength of 0 shrinks nothing.
         return torch.where(exponent > norms.SATURATED_EXPONENT, torch.zeros_like(size), slope.clamp(max=limits.max))
+
+    def _relative_slope(self, g: Tensor, sigma: Tensor) -> Tensor:
+        """By how much the norm grows with each ``|g|``; below 0 for gates that are larger than is typical."""
+        with torch.enable_grad():
+            point = g.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self._norm(point, sigma), point)
+        return slope * torch.sign(g)
 
     def _expected_open(self) -> Tensor:
         """Each hard-concrete gate's probability of being open, as one vector on the first gate's device."""

@@ -72,10 +72,6 @@ def check_penalty(penalty: PenaltyPart, epochs: int) -> None:
         raise refuse("l0 has no proximal step; leave it out", (penalty, "proximal"), (penalty, "kind"))
     if penalty.relative and penalty.kind in ("l2", "l0"):
         raise refuse('is for "l1" and bounded norms', (penalty, "relative"), (penalty, "kind"))
-    if penalty.relative and penalty.proximal:
-        raise refuse(
-            "a relative penalty has no proximal step; leave it out", (penalty, "proximal"), (penalty, "relative")
-        )
     for name, value in (("strength", penalty.strength), ("sigma", penalty.sigma)):
         if not isinstance(value, float):
             _check_schedule(penalty, name, value, epochs)
