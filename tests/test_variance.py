@@ -1,4 +1,4 @@
-"""Dropout in front of a BatchNorm is named once, and only where held-out accuracy suffers from it."""
+"""Norms whose running statistics do not fit are named once, and only where held-out accuracy suffers from it."""
 
 from collections import OrderedDict
 
@@ -113,6 +113,52 @@ def test_a_network_that_only_knows_its_training_images(tmp_path):
     far = row(3, train_accuracy=1.0, accuracy=0.6)
     assert looks.variance_shift(far, model, IMAGES, lambda noisy: 0.62) == []
     assert len(looks.variance_shift(far, model, IMAGES, lambda noisy: 0.9)) == 1  # it looks again
+
+
+@pytest.mark.parametrize(
+    "settings, remedy",
+    [
+        (("penalty.strength=0.01",), "set penalty.relative = true, or lower penalty.strength"),
+        (("penalty.strength=0.01", "penalty.relative=true"), "Lower optimizer.lr or optimizer.weight_decay"),
+        (("penalty.strength=0.0",), "Lower optimizer.lr or optimizer.weight_decay"),
+    ],
+)
+def test_statistics_that_lag_are_named_once(tmp_path, settings, remedy):
+    model = chained("conv", "bn", "end")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def judge(noisy):
+        assert noisy == [model.bn]
+        model.train()(IMAGES)  # moves the statistics
+        return 0.5
+
+    looks, lost = watch(tmp_path, *settings), row(3, train_accuracy=0.5, accuracy=0.1)
+    (notice,) = looks.lagging_statistics(lost, model, judge)
+    assert notice.startswith("epoch 3: held-out accuracy is 10.0%, training accuracy 50.0%; with each batch's own stat")
+    assert "the former is 50.0%" in notice and notice.endswith(remedy)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert looks.lagging_statistics(lost, model, never) == []
+
+
+def test_what_is_no_lag(tmp_path):
+    lost, model = row(3, train_accuracy=0.5, accuracy=0.1), chained("conv", "bn", "end")
+    looks = watch(tmp_path)
+    assert looks.lagging_statistics(lost, model, lambda noisy: 0.2) == []  # batches' own statistics are no better
+    assert looks.lagging_statistics(lost, chained("conv", "end"), never) == []
+    for accuracy in (None, 0.72, 0.97):  # as with overfitting
+        assert looks.lagging_statistics(row(3, train_accuracy=1.0, accuracy=accuracy), model, never) == []
+
+
+def test_statistics_that_lag_in_a_run(tmp_path, monkeypatch):
+    data = write_images(tmp_path / "images.npz")
+    monkeypatch.setattr(
+        nn.BatchNorm2d.__init__, "__defaults__", (1e-5, 1e-4, *nn.BatchNorm2d.__init__.__defaults__[2:])
+    )
+    train(RESNET, tmp_path / "lags", data, *SETTINGS)
+    assert train.printed.count("changes faster than their running statistics") == 1
+    monkeypatch.setattr(watch_module, "_LOST", -1.0)  # looking changed no bit of the run
+    train(RESNET, tmp_path / "unseen", data, *SETTINGS)
+    assert outcome(tmp_path / "unseen") == outcome(tmp_path / "lags")
 
 
 SETTINGS = ("penalty.strength=0.01", "train.epochs=3", "checkpoint.best=false")

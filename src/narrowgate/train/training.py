@@ -244,7 +244,8 @@ class Training:
         self._watch.check(row)  # raises if the loss is not a number
         gates = self.parts.gates
         notices = [] if gates is None else self._watch.notices(row, gates)
-        notices += self._watch.variance_shift(row, self.parts.model, self.example, self._judge)
+        shift = self._watch.variance_shift(row, self.parts.model, self.example, self._judge)
+        notices += shift or self._watch.lagging_statistics(row, self.parts.model, self._judge)
         for notice in notices:
             self.show.notice(notice)
         self.show.epoch(row)

@@ -1,13 +1,15 @@
-"""Trouble that a run can name: a loss that is no number, closed layers, gates that stay open, dropout before a norm."""
+"""Trouble that a run can name: a loss that is no number, closed layers, open gates, norms that are used wrongly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.flow import TraceError
 from narrowgate.gates import CLOSING_POINT
@@ -24,6 +26,7 @@ from narrowgate.train.variance import dropouts_before_norms
 
 _NAMED = 3  # layers that a notice lists
 _FAR_BELOW = 0.15  # of the training accuracy, for a held-out accuracy to be looked into
+_LOST = 0.6  # the share of the training accuracy below which more than overfitting must be at work
 
 
 class TrainingError(RuntimeError):
@@ -44,6 +47,7 @@ class Watch:
         self._collapsed: set[str] = set()
         self._told_no_progress = False
         self._dropouts: dict[str, str] | None = None  # in front of a norm, to be told; None: not looked for
+        self._told_lag = False
 
     def check(self, row: EpochRow) -> None:
         """Raise TrainingError if the epoch's loss is NaN or infinite."""
@@ -104,6 +108,40 @@ class Watch:
             f"{f' (and {more} more)' if more else ''} is in front of a BatchNorm, {norm}: its running variance counts "
             f"the noise, which is gone when the network is used. {self._without_dropout()}"
         ]
+
+    def lagging_statistics(
+        self, row: EpochRow, model: nn.Module, judge: Callable[[Sequence[nn.Module]], float]
+    ) -> list[str]:
+        """Name running statistics that weights leave behind, once, where held-out accuracy is lost by it.
+
+        Args:
+            judge: as for ``variance_shift``; a BatchNorm in training mode takes the statistics of its batch.
+        """
+        if self._told_lag or row.accuracy is None or row.accuracy > _LOST * row.train_accuracy:
+            return []
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        if row.train_accuracy - row.accuracy < _FAR_BELOW or not norms:
+            return []
+        with random_numbers_kept(model), _buffers_kept(norms):
+            by_batch = judge(norms)
+        if by_batch < (row.accuracy + row.train_accuracy) / 2:
+            return []
+        self._told_lag = True
+        return [
+            f"epoch {row.epoch}: held-out accuracy is {row.accuracy:.1%}, training accuracy {row.train_accuracy:.1%}; "
+            f"with each batch's own statistics in the BatchNorms the former is {by_batch:.1%}: what comes to them "
+            f"changes faster than their running statistics. {self._slower()}"
+        ]
+
+    def _slower(self) -> str:
+        recipe = self._recipe
+        pulled = recipe.penalty.strength or recipe.budget.target
+        if pulled and recipe.penalty.kind != "l0" and not recipe.penalty.relative:
+            return (
+                "A penalty makes all gates of a layer smaller where a norm behind it undoes that, and their weights "
+                "turn faster for it: set penalty.relative = true, or lower penalty.strength"
+            )
+        return "Lower optimizer.lr or optimizer.weight_decay"
 
     def _without_dropout(self) -> str:
         part = self._recipe.model
@@ -188,6 +226,17 @@ class Watch:
         if self._recipe.gates.kind == "linear" or self._recipe.gates.placement != "after-norm":
             return ""
         return '. With gates.placement = "before-norm" the norm undoes a gate\'s scale, and only the penalty moves it'
+
+
+@contextmanager
+def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """What happens to the modules' buffers in between is undone."""
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _dropouts(model: nn.Module, example: torch.Tensor) -> dict[str, str]:
