@@ -54,6 +54,7 @@ EXAMPLE = data()[0][:2]
 ALIKE = {
     "penalty": Settings("l1", strength=0.02, every=1),
     "proximal": Settings("l1", strength=0.02, every=1, proximal=True),
+    "relative": Settings("l1", strength=0.02, every=1, relative=True),
     "schedule": Settings("l1", strength=ng.schedules.Stepped((0.01, 0.05), at=(3,)), every=2, share=0.0),
     "budget": Settings("l1", budget="params: 40%", every=1),
 }
@@ -78,7 +79,7 @@ def plain_loop(settings):
     """What the callbacks should do, by hand."""
     model = network()
     gates = ng.gates_of(model)
-    penalty = ng.Penalty(gates, settings.kind, settings.strength or 0.0)
+    penalty = ng.Penalty(gates, settings.kind, settings.strength or 0.0, relative=settings.relative)
     optimizer = sgd(model)
     shrinker = ng.Shrinker(model, EXAMPLE, optimizer, every=settings.every, share=settings.share)
     budget = None

@@ -37,6 +37,7 @@ class Settings:
         strength: as for ``ng.Penalty``: a number, or a schedule of the epoch.
         sigma: as for ``ng.Penalty``: a number, or a schedule of the epoch.
         p: as for ``ng.Penalty``.
+        relative: as for ``ng.Penalty``.
         budget: a size to end at, such as ``"params: 30%"``; a strength is then only where the search begins.
         proximal: shrink the gates after each step of the optimizer instead of adding to their gradient.
         shrink: ``during`` cuts the network at epoch ends, its optimizer's state along; ``end`` only makes a small copy.
@@ -52,6 +53,7 @@ class Settings:
     strength: float | Schedule | None = None
     sigma: float | Schedule = 1.0
     p: float | None = None
+    relative: bool = False
     budget: str = ""
     proximal: bool = False
     shrink: str = "during"
@@ -102,7 +104,7 @@ class Narrowing:
         self.example_inputs = on_device_of(network, example_inputs)
         part = settings
         strength = 0.0 if part.strength is None else part.strength
-        self.penalty = Penalty(gates_of(network), part.kind, strength, part.sigma, part.p)
+        self.penalty = Penalty(gates_of(network), part.kind, strength, part.sigma, part.p, relative=part.relative)
         if part.proximal and part.kind == "l0":
             raise ValueError("the l0 penalty has no proximal step; leave proximal=False")
         self.parameters_full = summarize(network, self.example_inputs).parameters
