@@ -339,6 +339,12 @@ def test_errors_say_what_to_do():
     assert not torch.nn.modules.module._global_forward_hooks
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_compiled_by_torch_jit_is_refused():
+    with pytest.raises(TypeError, match=r"torch\.jit"):
+        summarize(torch.jit.script(nn.Sequential(nn.Linear(3, 4))), torch.rand(2, 3))
+
+
 def test_the_table():
     lines = str(summarize(nn.Sequential(nn.Conv2d(3, 1000, 1), nn.ReLU()), torch.randn(2, 3, 4, 4))).splitlines()
     assert lines == [

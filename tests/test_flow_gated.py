@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgate as ng
+from narrowgate import TraceError
 
 
 def gated_model(kind="exponential", **options):
@@ -80,3 +81,67 @@ def test_the_gated_model_goes_on_training():
     assert_untouched(model, before)
     model(image()).sum().backward()
     assert gates["conv1"].g.grad is not None
+
+
+def test_frozen_layers_stay_frozen():
+    model, _ = gated_model()
+    model.conv1.weight.requires_grad_(False)
+    small = ng.compact(model, ng.plan(model, image()))
+    assert not small.conv1.weight.requires_grad and small.conv2.weight.requires_grad
+
+
+def reads_weight(net, x):
+    return net.head(F.relu(F.conv2d(net.conv1(x), net.conv2.weight, net.conv2.bias)))
+
+
+def reads_weight_and_calls(net, x):
+    return net.head(F.relu(net.conv2(net.conv1(x)))) * net.conv2.weight.norm()
+
+
+def reads_bias(net, x):
+    return net.head(net.conv2(net.conv1(x)) + net.conv2.bias[:, None, None])
+
+
+def reads_weight_under_autocast(net, x):
+    x = net.conv1(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = F.conv2d(x, net.conv2.weight)
+    return net.head(x.double())
+
+
+def calls_it_under_autocast(net, x):
+    x = net.conv1(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = net.conv2(x)
+    return net.head(x) / net.conv2.weight.shape[1]
+
+
+def three_gated(body):
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(6, 6, 1), head=nn.Conv2d(6, 2, 1)).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        for gate in gates.modules():
+            gate.g[1:3] = 0
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("body", [reads_weight, reads_weight_and_calls, reads_bias, reads_weight_under_autocast])
+def test_a_weight_that_is_read_without_its_gate_is_refused(body, training):
+    with pytest.raises(TraceError, match=r"gate on 'conv2' .*'conv2\.(weight|bias)' .*where="):
+        ng.plan(three_gated(body), image(), training=training)
+
+
+def test_a_layer_called_under_autocast_has_its_gate():
+    model = three_gated(calls_it_under_autocast)
+    ng.verify(model, ng.compact(model, ng.plan(model, image())), image())
+
+
+def test_a_bias_that_no_gate_multiplies_may_be_read():
+    model = Net(reads_bias, conv1=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(6, 6, 1), head=nn.Conv2d(6, 2, 1)).double()
+    inputs = ng.attach_gates_(model, where=lambda name, _: name == "conv1", inputs=lambda name, _: name == "conv2")
+    with torch.no_grad():
+        inputs["conv2.inputs"].g[1:3] = 0
+    small = ng.compact(model, ng.plan(model, image()))
+    ng.verify(model, small, image())
+    assert len(small.conv1.weight) == 4

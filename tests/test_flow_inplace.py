@@ -248,3 +248,67 @@ def test_a_zero_scale_that_is_about_to_learn_stays(functionalised):
         model.bn.bias.zero_()
     assert kept(ng.plan(model, image()), "conv.weight") == [1, 2]
     assert set(kept(ng.plan(model, image(), training=True), "conv.weight") or range(6)) >= {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)], ids=["group", "instance"])
+def test_a_zero_scale_of_another_norm_that_is_about_to_learn(norm):
+    def body(net, x):
+        x = net.conv(x)
+        return net.last(F.relu(x + net.norm(net.inner(x))))
+
+    inner = nn.Sequential(nn.Conv2d(6, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 1))
+    model = Net(body, conv=nn.Conv2d(3, 6, 3), inner=inner, norm=norm, last=nn.Conv2d(6, 2, 1)).double()
+    nn.init.zeros_(model.norm.weight)
+    ng.attach_gates_(model)
+    assert ng.plan(model, image()).parameters_after < ng.plan(model, image(), training=True).parameters_after
+    assert not ng.plan(model, image(), training=True).cuts
+
+
+@pytest.mark.parametrize("shape", [None, (), (1, 6, 1, 1)], ids=["number", "buffer", "buffer of channels"])
+def test_a_branch_that_is_faded_in_stays_while_training(shape):
+    def body(net, x):
+        x = net.conv(x)
+        return net.last(F.relu(x + net.factor * net.inner(x)))
+
+    inner = nn.Sequential(nn.Conv2d(6, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 1))
+    factor = 0.0 if shape is None else nn.Buffer(torch.zeros(shape))
+    model = Net(body, conv=nn.Conv2d(3, 6, 3), inner=inner, factor=factor, last=nn.Conv2d(6, 2, 1)).double()
+    ng.attach_gates_(model)
+    assert ng.plan(model, image()).parameters_after < ng.plan(model, image(), training=True).parameters_after
+    assert not ng.plan(model, image(), training=True).cuts
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_lbfgs_is_refused_whichever_parameter_comes_first(first):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        gates["0"].g[1:3] = 0
+    parameters = list(model.parameters())
+    optimizer = torch.optim.LBFGS(parameters if first else parameters[::-1])
+    x = image()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    before = copy.deepcopy(model)
+    plan = ng.plan(model, x, training=True)
+    assert plan.cuts
+    with pytest.raises(ValueError, match=r"LBFGS .* new optimizer"):
+        ng.compact_(model, plan, optimizer=optimizer)
+    assert_untouched(model, before)
+
+
+def test_a_model_cut_in_inference_mode_goes_on_training():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        gates["0"].g[1:3] = 0
+    with torch.inference_mode():
+        ng.compact_(model, ng.plan(model, image(), training=True))
+    model(image()).sum().backward()
+    assert len(model[0].weight) == len(model[0].weight.grad) == 4

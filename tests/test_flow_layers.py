@@ -92,6 +92,12 @@ SPACE = {
     "mean": lambda net, x: x.mean((2, 3), keepdim=True),
     "mean_one_axis": lambda net, x: x.mean(-1, keepdim=True),
     "amax": lambda net, x: x.amax((2, 3), keepdim=True),
+    "max": lambda net, x: x.max(2, keepdim=True).values,
+    "min_one_axis_gone": lambda net, x: x.min(-1).values.unsqueeze(3),
+    "max_of_two": lambda net, x: torch.max(x, x.flip(2)),
+    "mean_of_var_mean": lambda net, x: torch.var_mean(x, (2, 3), keepdim=True)[1],
+    "stacked": lambda net, x: torch.stack([x, x.flip(2)], 1).amax(1),
+    "stacked_last": lambda net, x: torch.stack([x, x.flip(2)], -1).mean(-1),
     "reflect": lambda net, x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
     "replicate": lambda net, x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
     "circular": lambda net, x: F.pad(x, (1, 1, 1, 1), mode="circular"),
@@ -135,6 +141,13 @@ def test_constant_pad_of_the_same_value_keeps_the_constant():
 
 VARYING = {
     "var": lambda net, x: x.var((2, 3), keepdim=True),
+    "var_mean": lambda net, x: sum(torch.var_mean(x, (2, 3), keepdim=True)),
+    "std_mean": lambda net, x: sum(torch.std_mean(x, 2, keepdim=True)),
+    "max_and_where": lambda net, x: sum(x.max(2, keepdim=True)),
+    "max_of_two": lambda net, x: torch.max(x, x.mean((1, 2, 3), keepdim=True)),
+    "stacked_unlike": lambda net, x: torch.stack([x, F.relu(x) + 1, x.sigmoid()]).amax(0),
+    "stacked_with_fixed_width": lambda net, x: torch.stack([x, torch.ones(6, *x.shape[2:]).expand_as(x)], 1).sum(1),
+    "rms_norm_over_space": lambda net, x: F.rms_norm(x, x.shape[2:]),
     "softmax_over_space": lambda net, x: x.flatten(2).softmax(-1).view_as(x),
     "cumsum_over_space": lambda net, x: x.cumsum(-1),
     "norm_over_space": lambda net, x: x / (1 + x.norm(dim=(2, 3), keepdim=True)),
@@ -152,6 +165,8 @@ NORMS = {
     "layer_norm": lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1),
     "layer_norm_over_everything": lambda net, x: F.layer_norm(x, x.shape[1:]),
     "group_norm": lambda net, x: net.norm(x),
+    "rms_norm": lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1),
+    "rms_norm_over_everything": lambda net, x: F.rms_norm(x, x.shape[1:]),
     "normalize": lambda net, x: F.normalize(x, dim=1),
     "softmax_over_channels": lambda net, x: x.softmax(1),
     "local_response": lambda net, x: F.local_response_norm(x, 3),
@@ -162,6 +177,7 @@ NORMS = {
     "cumsum_over_channels": lambda net, x: x.cumsum(1),
     "channel_shuffle_op": lambda net, x: F.channel_shuffle(x, 2) + x,
     "roll_channels": lambda net, x: x.roll(1, 1),
+    "stacked_along_different_axes": lambda net, x: torch.stack([x[:, :, :6], x[:, :, :6].transpose(1, 2)], 1).sum(1),
     "index": lambda net, x: x[:, [5, 4, 3, 2, 1, 0]],
     "index_select": lambda net, x: x.index_select(1, torch.tensor([0, 2, 2, 3, 5, 1])),
     "gather": lambda net, x: x.gather(1, torch.zeros_like(x, dtype=torch.int64) + 5) + x,
@@ -177,22 +193,24 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_walls_stay_whole_and_exact(name):
     """Operations across channels: nothing is cut there, and the plan says so."""
-    norm = nn.GroupNorm(2, 6) if name == "group_norm" else nn.LayerNorm(6)
+    norm = {"group_norm": nn.GroupNorm(2, 6), "rms_norm": nn.RMSNorm(6)}.get(name, nn.LayerNorm(6))
     grid = torch.rand(1, 5, 5, 2, dtype=torch.float64) * 3 - 1.5
     model = between(NORMS[name], norm=norm, matrix=nn.Parameter(torch.randn(6, 6)), grid=nn.Buffer(grid))
-    nn.init.normal_(model.norm.weight)
-    nn.init.normal_(model.norm.bias)
+    for vector in model.norm.parameters():
+        nn.init.normal_(vector)
     plan, _ = shrink_all(model, image(), removes=None)
     assert kept(plan, "conv1.weight") is None
     assert plan.walls
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
+@pytest.mark.parametrize("norm", ["layer_norm", "group_norm", "rms_norm"])
 def test_zero_scales_of_a_norm_across_channels_stop_their_channels(norm):
-    model = between(NORMS[norm], norm=nn.GroupNorm(3, 6) if norm == "group_norm" else nn.LayerNorm(6))
+    norms = {"group_norm": nn.GroupNorm(3, 6), "layer_norm": nn.LayerNorm(6), "rms_norm": nn.RMSNorm(6)}
+    model = between(NORMS[norm], norm=norms[norm])
     with torch.no_grad():
         model.norm.weight.copy_(torch.tensor([1.0, 0, 2, 0, 3, 4]))
-        model.norm.bias.copy_(torch.tensor([1.0, 0, 2, -1, 0, 4]))
+        if norm != "rms_norm":
+            model.norm.bias.copy_(torch.tensor([1.0, 0, 2, -1, 0, 4]))
     shrink_all(model, image(), removes=True, aligned_removes=False)
 
 

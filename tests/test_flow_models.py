@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flow_helpers import Net, close_, image, kept, prepare_, settle_, shrink, shrink_all
+from flow_helpers import Net, close_, count, image, kept, prepare_, settle_, shrink, shrink_all
 from torch import nn
 from torch.nn import functional as F
 
@@ -246,6 +246,44 @@ def test_a_model_inside_a_list_and_a_dictionary():
     assert kept(plan, "steps.0.weight") == [0, 2, 3, 4, 5]
 
 
+def averages(net, x):
+    x = F.relu(net.conv1(x))
+    y = x + net.state * net.branch(x)
+    net.state.mul_(0.9).add_(x.mean((0, 2, 3), keepdim=True), alpha=0.1)
+    return net.conv2(y)
+
+
+def remembers(net, x):
+    x = F.relu(net.conv1(x))
+    y = x + net.state
+    net.state.copy_(net.branch(x).mean((0, 2, 3), keepdim=True))
+    return net.conv2(y)
+
+
+def counts(net, x):
+    x = F.relu(net.conv1(x))
+    y = x + net.calls * net.branch(x)
+    net.calls = net.calls + 1
+    return net.conv2(y)
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+@pytest.mark.parametrize("body", [averages, remembers, counts])
+def test_what_one_forward_pass_leaves_for_the_next(body, layout):
+    """Both buffers are zero now, which says nothing of the second pass."""
+    state = {"state": nn.Buffer(torch.zeros(1, 6, 1, 1)), "calls": nn.Buffer(torch.zeros(()))}
+    convs = {"conv1": nn.Conv2d(3, 6, 3), "branch": nn.Conv2d(6, 6, 3, padding=1), "conv2": nn.Conv2d(6, 4, 1)}
+    model = Net(body, **convs, **state).double().eval()
+    for layer in (model.conv1, model.branch):
+        close_(layer, [1, 2])
+    small = ng.compact(model, ng.plan(model, image(), layout=layout))
+    assert layout == "aligned" or count(small) < count(model)
+    for _ in range(3):
+        x = image()
+        torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
+    assert model.state.any() or model.calls == 3
+
+
 def test_counting_buffer():
     class Counts(nn.Module):
         def __init__(self):
@@ -264,3 +302,88 @@ def test_counting_buffer():
     small = ng.compact(model, plan)
     ng.verify(model, small, x)
     assert kept(plan, "a.weight") == [2, 3, 4, 5]
+
+
+def test_parameters_in_a_list_are_those_of_the_small_model():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(2, 6))
+            self.weights = [self.first, self.second]
+
+        def forward(self, x):
+            for weight in self.weights:
+                x = F.relu(F.linear(x, weight))
+            return x
+
+    model, x = Listed().double(), torch.randn(4, 3, dtype=torch.float64)
+    small = ng.compact(model, ng.plan(model, x))
+    assert small.weights[0] is small.first is not model.first
+    ng.verify(model, small, x)
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_complex_numbers_stay_as_they_are(layout):
+    def body(net, x):
+        x = net.conv2(net.conv1(x)).mean((2, 3))
+        z = net.second(net.first(torch.complex(x, x)))
+        return (z * net.turn).abs()
+
+    layers = {"first": nn.Linear(6, 8, dtype=torch.complex128), "second": nn.Linear(8, 6, dtype=torch.complex128)}
+    turn = nn.Parameter(torch.full((6,), 1j, dtype=torch.complex128))
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(6, 6, 1), **layers, turn=turn)
+    model.conv1.double(), model.conv2.double()
+    close_(model.conv1, [1, 2])
+    with torch.no_grad():
+        model.first.weight[2] = 0
+        model.first.bias[2] = 1j
+    plan, _ = shrink(model, image(), layout=layout)
+    assert "its numbers are complex" in {wall.why for wall in plan.walls}
+
+
+def autocast_off(net, x):
+    x = net.conv1(x)
+    with torch.autocast("cpu", enabled=False):
+        x = F.relu(x)
+        x = x + net.branch(x)
+    return net.conv2(x)
+
+
+def gradients_on_and_off(net, x):
+    with torch.enable_grad():
+        x = net.conv1(x)
+        with torch.no_grad():
+            y = net.branch(F.relu(x))
+        y = y + 1
+    return net.conv2(x * y)
+
+
+def changed_within(net, x):
+    x = net.conv1(x)
+    with torch.enable_grad():
+        x.add_(1.0)
+    return net.conv2(x + net.branch(x))
+
+
+def buffer_written_within(net, x):
+    x = net.conv1(x)
+    with torch.autocast("cpu", enabled=False):
+        net.state.add_(net.branch(x).mean((0, 2, 3), keepdim=True))
+        y = x + net.state
+    return net.conv2(y)
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+@pytest.mark.parametrize("body", [autocast_off, gradients_on_and_off, changed_within, buffer_written_within])
+def test_with_blocks_in_a_forward_are_no_walls(body, layout):
+    convs = {"conv1": nn.Conv2d(3, 6, 3), "branch": nn.Conv2d(6, 6, 1), "conv2": nn.Conv2d(6, 4, 1)}
+    model = Net(body, **convs, state=nn.Buffer(torch.zeros(1, 6, 1, 1))).double().eval()
+    for layer in (model.conv1, model.branch):
+        close_(layer, [1, 2])
+        close_(layer, [3], 0.7)
+    plan, small = shrink(model, image(), layout=layout, removes=None)
+    assert not plan.walls
+    for _ in range(2):  # the second pass meets what the first one left
+        x = image()
+        torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
+    assert layout == "aligned" or count(small) < count(model)

@@ -164,7 +164,7 @@ SPLITS = {
 def test_splits_are_exact(name):
     """On the channel axis they are walls in the aligned layout; along other axes they are free."""
     plan, _ = shrink_all(two_layers(SPLITS[name], nn.Conv2d(6, 4, 1)), image(), removes=None)
-    if name in ("split_batch", "select_space"):
+    if name in ("split_batch", "select_space", "unbind_space"):
         assert kept(plan, "conv1.weight") == [0, 4, 5] and not plan.walls
     else:
         assert plan.walls

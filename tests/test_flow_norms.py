@@ -438,6 +438,8 @@ class PreActivation(nn.Module):
             self.steps.append((kind, rng.choice(activations)))
             width += {"sum": 0, "fork": 2 * out, "twice": 2 * out}.get(kind, out)
         self.bn, self.fc = nn.BatchNorm2d(width), nn.Linear(width, 3)
+        # Registered, so that eval() turns the dropout off.
+        self.modules_drawn = nn.ModuleList(one for _, one in self.steps if isinstance(one, nn.Module))
 
     def forward(self, x):
         x = self.stem(x)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from flow_helpers import (
     Net,
     Residual,
     assert_same_function,
+    assert_trains,
     assert_untouched,
     close_,
     count,
@@ -126,6 +128,50 @@ def test_a_plan_is_applied_once():
         ng.compact(small, plan)
 
 
+@dataclass
+class Unregistered:
+    scores: torch.Tensor
+
+
+class Keeps(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.body, self.head, self.keep = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1), keep
+
+    def forward(self, x):
+        x = self.body(x)
+        self.features = self.keep(x)
+        return self.head(x)
+
+
+def kept_result(keep=lambda x: x):
+    model = nn.Sequential(Keeps(keep))
+    model(torch.rand(2, 3, 8, 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (kept_result(), r"'0\.features' holds a result.*model\.0\.features = None"),
+        (kept_result(lambda x: [1, {"x": x}]), r"'0\.features' holds a result.*model\.0\.features = None"),
+        (nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 2, 1)), "Run the model once"),
+        (Net(lambda net, x: Unregistered(net.conv(x)), conv=nn.Conv2d(3, 4, 3)), r"torch\.export\.register_dataclass"),
+    ],
+    ids=["result", "result in a list", "lazy", "dataclass"],
+)
+def test_models_that_need_something_first(model, match):
+    with pytest.raises(TraceError, match=match):
+        ng.plan(model, torch.rand(2, 3, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_compiled_by_torch_jit_is_refused():
+    model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)))
+    with pytest.raises(TraceError, match=r"torch\.jit"):
+        ng.plan(model, torch.rand(2, 3, 8, 8))
+
+
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize(
     "inputs",
@@ -163,7 +209,7 @@ def test_options_are_checked():
         ng.plan(model, image(), layout="diagonal")
     with pytest.raises(ValueError, match=r"constants.*exact"):
         ng.plan(model, image(), constants="guess")
-    for bad in (0, -8):
+    for bad in (0, -8, 2.5, "8", None):
         with pytest.raises(ValueError, match="round_to"):
             ng.plan(model, image(), round_to=bad)
 
@@ -188,6 +234,25 @@ def test_compact_keeps_modes_devices_and_frozen_parameters():
     assert [m.training for m in small.modules()] == [m.training for m in model.modules()]
     assert not small.conv1.weight.requires_grad and small.conv2.weight.requires_grad
     assert {p.dtype for p in small.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_compact_keeps_memory_formats(layout):
+    model = model_with_zeros().to(memory_format=torch.channels_last)
+    plan = ng.plan(model, image(), layout=layout)
+    small = ng.compact(model, plan)
+    assert "conv1.weight" in plan.cuts
+    assert small.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not small.conv1.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_a_model_made_in_inference_mode_can_train(layout):
+    model = model_with_zeros()
+    with torch.inference_mode():
+        small = ng.compact(model, ng.plan(model, image(), layout=layout))
+    assert not any(t.is_inference() for t in (*small.parameters(), *small.buffers()))
+    assert_trains(model, small, image())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flow_helpers import Net, assert_same_function, assert_trains, close_, image, settle_, shrink_all
+from flow_helpers import Net, assert_same_function, assert_trains, close_, image, settle_, shrink, shrink_all
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,6 +43,60 @@ def mean_over_channels_by_hand(net, x):
 def scales_by_its_width_in_a_branch(net, x):
     x = net.conv1(x)
     return net.conv2(F.relu(x) * (0.5 if x.shape[1] > 5 else 2.0))
+
+
+@trap
+def puts_its_width_in_a_tensor(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.tensor(x.shape[1]))
+
+
+@trap
+def puts_its_width_in_a_tensor_like_another(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * x.new_tensor([1 / x.shape[1]]))
+
+
+@trap
+def fills_with_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.full((1,), x.shape[1]))
+
+
+@trap
+def counts_to_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.arange(x.shape[1])[-1])
+
+
+@trap
+def sums_as_many_ones_as_it_is_wide(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.ones(x.shape[1], dtype=x.dtype).sum())
+
+
+@trap
+def sums_ones_over_channels(net, x):
+    x = net.conv1(x)
+    return net.conv2(x / torch.ones_like(x).sum(1, keepdim=True))
+
+
+@trap
+def adds_as_often_as_it_is_wide(net, x):
+    x = net.conv1(x)
+    return net.conv2(torch.add(x, x.abs(), alpha=x.shape[1]))
+
+
+@trap
+def rolls_rows_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * x.roll(x.shape[1] // 2, 2))
+
+
+@trap
+def picks_a_row_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * x[:, :, x.shape[1] // 2].unsqueeze(2))
 
 
 @trap
@@ -267,6 +321,64 @@ def test_the_traps_have_something_to_remove():
     shrink_all(chain(lambda net, x: net.conv2(net.conv1(x))), image())
 
 
+BY_WIDTH = {
+    "slice start": lambda x, width: x * x[:, :, width - 1 : width],
+    "slice end": lambda x, width: x[..., : width - 1].mean(3, keepdim=True),
+    "slice step": lambda x, width: x[..., :: width // 2].mean(3, keepdim=True),
+    "slice from the end": lambda x, width: x[..., -width:].mean(3, keepdim=True),
+    "narrow": lambda x, width: x * x.narrow(2, width // 2, 1),
+    "split": lambda x, width: x.split(width // 2, 2)[0].mean(2, keepdim=True),
+    "split in sizes": lambda x, width: x.split([width - 1, 7 - width], 2)[0].mean(2, keepdim=True),
+    "chunk": lambda x, width: x.chunk(width // 2, 2)[0].mean(2, keepdim=True),
+    "pad": lambda x, width: F.pad(x, [width] * 4).mean((2, 3), keepdim=True),
+    "pool": lambda x, width: F.max_pool2d(x, width // 2).mean((2, 3), keepdim=True),
+    "pool up": lambda x, width: F.avg_pool2d(x, 4, 3, ceil_mode=width > 5).amax((2, 3), keepdim=True),
+    "resize": lambda x, width: F.interpolate(x, (width, width), mode="bilinear").amax((2, 3), keepdim=True),
+    "repeat": lambda x, width: x.repeat(1, 1, width, 1).sum(2, keepdim=True),
+    "expand": lambda x, width: x.mean((2, 3), keepdim=True).expand(-1, -1, width, -1).sum(2, keepdim=True),
+    "view": lambda x, width: x.reshape(len(x), width, -1, 18 if width > 5 else 12).amax(2, keepdim=True),
+    "transpose": lambda x, width: x.transpose(2, 3 if width > 5 else 2),
+    "truth": lambda x, width: x * (width > 5),
+    "fill": lambda x, width: x * x.new_empty(width).fill_(1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", BY_WIDTH)
+def test_what_happens_in_space_depends_on_the_number_of_channels(name):
+    def body(net, x):
+        x = net.conv1(x)
+        return net.conv2(BY_WIDTH[name](x, x.shape[1]))
+
+    plan, _ = shrink_all(chain(body), image(), removes=None)
+    assert plan.walls
+
+
+def test_an_activation_is_chosen_by_the_number_of_channels():
+    def body(net, x):
+        x = net.conv1(x)
+        return net.conv2((net.relu if x.shape[1] > 5 else net.gelu)(x))
+
+    model = chain(body)
+    model.relu, model.gelu = nn.ReLU(), nn.GELU()
+    plan, _ = shrink_all(model, image(), removes=None)
+    assert plan.walls
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_the_second_third_of_the_channels(by_number):
+    """One channel of each third is left: `2:4` would be the last of the three."""
+
+    def body(net, x):
+        x = net.conv1(x)
+        third = 2 if by_number else x.shape[1] // 3
+        return net.conv2(x[:, third : 2 * third])
+
+    model = settle_(Net(body, conv1=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(2, 4, 1)), image())
+    close_(model.conv1, [0, 2, 4])
+    plan, _ = shrink_all(model, image(), aligned_removes=not by_number)
+    assert bool(plan.walls) == by_number
+
+
 ROUNDING = {"ge": lambda x: x >= 0.7, "floor": lambda x: torch.floor(x * 10), "int": lambda x: (x * 10).to(torch.int32)}
 
 
@@ -336,3 +448,38 @@ def test_a_view_that_takes_channels_apart(name):
 def test_a_forward_that_reads_a_weights_shape():
     model = chain(lambda net, x: net.conv2(net.conv1(x) / net.conv1.weight.shape[0]))
     shrink_all(model, image(), removes=None)
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like])
+def test_constants_like_a_tensor_are_as_wide_as_it(like):
+    plan, _ = shrink_all(chain(lambda net, x: net.conv2(F.relu(net.conv1(x)) + like(net.conv1(x)))), image())
+    assert not plan.walls
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_layers_called_by_keyword(layout):
+    def body(net, x):
+        x = net.conv1(input=x)
+        return net.conv2(input=net.norm(input=net.relu(input=x + net.conv3(input=x))))
+
+    convs = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "conv3": nn.Conv2d(6, 6, 1)}
+    model = settle_(Net(body, **convs, norm=nn.BatchNorm2d(6), relu=nn.ReLU()), image())
+    close_(model.conv1, [1, 2, 3])
+    close_(model.conv3, [1, 4])
+    _, small = shrink(model, image(), layout=layout)
+    assert layout == "aligned" or len(small.conv3.weight) == 4
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_a_transposed_convolution_is_told_its_size_by_keyword(layout):
+    def body(net, x):
+        y = net.conv1(x)
+        return net.conv2(F.relu(y + net.up(net.down(y), output_size=y.shape[2:])))
+
+    convs = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "down": nn.Conv2d(6, 6, 3, stride=2, padding=1)}
+    model = settle_(Net(body, **convs, up=nn.ConvTranspose2d(6, 6, 3, stride=2, padding=1)), image(size=9))
+    close_(model.down, [0, 3])
+    with torch.no_grad():
+        model.up.weight[:, [1, 2]] = 0
+    _, small = shrink(model, image(size=9), layout=layout, also=[image(size=8)])
+    assert layout == "aligned" or small.up.weight.shape[:2] == (4, 4)

@@ -122,6 +122,13 @@ def test_gates_on_both_sides_of_a_layer():
     assert_same(gated(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["conv2d", "transposed2d", "linear"])
+def test_a_gated_layer_is_called_by_keyword_like_the_plain_one(name):
+    plain, gated, x = example(*LAYERS[name])
+    gate_layer_(gated, "gate", new_gate(6))
+    assert gated(input=x).shape == plain(input=x).shape
+
+
 def test_a_transposed_convolution_keeps_its_output_size_argument():
     plain, gated, x = example(*LAYERS["transposed2d"])
     gate_layer_(gated, "gate", new_gate(6))

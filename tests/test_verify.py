@@ -1,10 +1,11 @@
 """verify: passes equal models, and fails loudly for everything else."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
-from flow_helpers import Net, close_, image, settle_
+from flow_helpers import Net, assert_untouched, close_, image, settle_
 from torch import nn
 
 import narrowgate as ng
@@ -196,3 +197,119 @@ def test_the_remover_is_checked_by_it():
         small[0].weight[0] = 0
     with pytest.raises(VerificationError):
         ng.verify(model, small, image())
+
+
+@dataclass
+class Result:
+    scores: torch.Tensor
+    notes: str = "ours"
+
+
+@pytest.mark.parametrize(
+    "give",
+    [Result, lambda y: {"one": Result(y), "two": None}, lambda y: [y, "text", b"bytes", 3], torch.fft.fft],
+    ids=["dataclass", "nested", "text", "complex"],
+)
+def test_outputs_of_any_kind_are_compared(give):
+    def body(net, x):
+        return give(net.fc(x))
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = Net(body, fc=nn.Linear(3, 2)).double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.weight.mul_(1 + 1e-15)
+    assert ng.verify(model, other, x).passed
+    with torch.no_grad():
+        other.fc.weight.add_(1e-3)
+    with pytest.raises(VerificationError):
+        ng.verify(model, other, x)
+
+
+def test_a_model_that_gives_out_no_tensors_is_named():
+    model = Net(lambda net, x: "nothing", fc=nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="Net gives out no tensors"):
+        ng.verify(model, model, torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("amount", [0.0, 1e-3])
+def test_what_a_model_leaves_in_its_buffers_is_undone(amount):
+    def body(net, x):
+        y = net.fc(x) * net.calls
+        net.calls = net.calls + 1
+        net.mean.add_(x.mean(0))
+        return y + net.mean
+
+    buffers = {"calls": nn.Buffer(torch.ones(())), "mean": nn.Buffer(torch.zeros(3))}
+    model = Net(body, fc=nn.Linear(3, 3), **buffers).double()
+    other, before = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.weight.add_(amount)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    if amount:
+        with pytest.raises(VerificationError):
+            ng.verify(model, other, x)
+    else:
+        assert ng.verify(model, other, x).noise < 1e-12
+    assert_untouched(model, before)
+
+
+@torch.no_grad()
+def in_half_precision(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
+    gates = ng.attach_gates_(model)
+    for gate in gates.modules():
+        gate.g[::3] = 0
+    return model.to(dtype), torch.randn(16, 20, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_excuse(dtype):
+    model, x = in_half_precision(dtype)
+    small = ng.compact(model, ng.plan(model, x))
+    before = copy.deepcopy(small)
+    result = ng.verify(model, small, x)
+    assert 0 < result.relative_error < result.tolerance < 0.1
+    assert_untouched(small, before)
+    with torch.no_grad():
+        small[2].weight[0] = 0
+    with pytest.raises(VerificationError, match="not the same function"):
+        ng.verify(model, small, x)
+
+
+def test_code_that_asks_for_half_precision_itself():
+    def body(net, x):
+        return net.fc(x.bfloat16())
+
+    model = Net(body, fc=nn.Linear(20, 4)).bfloat16()
+    other = copy.deepcopy(model)
+    x = torch.randn(8, 20)
+    assert ng.verify(model, other, x).passed
+    with torch.no_grad():
+        other.fc.weight[0, :8] += 1
+    with pytest.raises(VerificationError, match="not the same function"):
+        ng.verify(model, other, x)
+
+
+def test_what_rounding_hides_is_not_passed():
+    """Large weights on inputs that are constant: rounding them moves the outputs by more than inputs do."""
+    model = Net(lambda net, x: net.fc(torch.cat([torch.ones_like(x), x], 1)), fc=nn.Linear(20, 1)).bfloat16()
+    with torch.no_grad():
+        model.fc.weight[0, :10] = torch.tensor([500.0, -500.0]).repeat(5)
+    x = torch.randn(8, 10, dtype=torch.bfloat16)
+    assert ng.verify(model, copy.deepcopy(model), x).passed
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.weight[0, 0] += 2  # one unit in the last place
+    with pytest.raises(VerificationError, match=r"can't tell.*float32"):
+        ng.verify(model, other, x)
+
+
+def test_a_model_that_draws_random_numbers_in_eval_mode_is_not_passed():
+    model = Net(lambda net, x: nn.functional.dropout(net.fc(x), 0.5), fc=nn.Linear(20, 4)).double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.weight[0] = 0
+    with pytest.raises(VerificationError, match=r"random|not the same function"):
+        ng.verify(model, other, torch.randn(8, 20, dtype=torch.float64))

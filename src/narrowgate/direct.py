@@ -17,9 +17,14 @@ _TENSORS = ("weight", "bias")
 
 def gate_for_reader_(reader: nn.Module) -> None:
     """Let this module read gated weights from its output layer."""
-    if _before not in reader._forward_pre_hooks.values():
+    if not reads_gated(reader):
         reader.register_forward_pre_hook(_before)
         reader.register_forward_hook(_after, always_call=True)
+
+
+def reads_gated(reader: nn.Module) -> bool:
+    """Whether ``gate_for_reader_`` serves this module."""
+    return _before in reader._forward_pre_hooks.values()
 
 
 def forget_reader_(reader: nn.Module) -> None:

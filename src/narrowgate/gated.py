@@ -42,13 +42,17 @@ class GatedLayer(nn.Module):
     def scaled(self, out: Tensor | None, into: Tensor | None) -> Effective:
         """Weight and bias times the given factors of output and input channels."""
         weight, bias = cast(Tensor, self.weight), cast("Tensor | None", self.bias)
+        if bias is not None and out is not None:
+            bias = bias * out.to(weight.dtype)
+        return self.scale_weight(weight, out, into), bias
+
+    def scale_weight(self, weight: Tensor, out: Tensor | None, into: Tensor | None) -> Tensor:
+        """A weight for this layer times the given factors of output and input channels."""
         if out is not None:
-            out = out.to(weight.dtype)
-            weight = self._scale_outputs(weight, out)
-            bias = None if bias is None else bias * out
+            weight = self._scale_outputs(weight, out.to(weight.dtype))
         if into is not None:
             weight = self._scale_inputs(weight, into.to(weight.dtype))
-        return weight, bias
+        return weight
 
     def _fits_here(self, prepared: Tensor) -> bool:
         """Whether a weight prepared before the model's forward serves under the modes in force at this layer."""
@@ -72,22 +76,24 @@ class GatedLayer(nn.Module):
 
 
 class _GatedConv(GatedLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._conv_forward(x, *self.effective()))  # type: ignore[operator]
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, self._conv_forward(input, *self.effective()))  # type: ignore[operator]
 
 
 class _GatedConvTranspose(GatedLayer):
     groups: int
     function: Callable[..., Tensor]
 
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         layer: Any = self
         weight, bias = self.effective()
         spatial = weight.dim() - 2
         padding = layer._output_padding(
-            x, output_size, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
         )
-        return type(self).function(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+        return type(self).function(
+            input, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation
+        )
 
     # The weight of a transposed convolution is (in, out / groups, ...), output channels running group by group.
     def _scale_outputs(self, weight: Tensor, factor: Tensor) -> Tensor:
@@ -130,8 +136,8 @@ class GatedConvTranspose3d(_GatedConvTranspose, nn.ConvTranspose3d):
 class GatedLinear(GatedLayer, nn.Linear):
     plain_class = nn.Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.effective())
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, *self.effective())
 
 
 class GatedOutProjection(GatedLayer, NonDynamicallyQuantizableLinear):
@@ -139,8 +145,8 @@ class GatedOutProjection(GatedLayer, NonDynamicallyQuantizableLinear):
 
     plain_class = NonDynamicallyQuantizableLinear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.effective())
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, *self.effective())
 
 
 class GatedLayerNorm(GatedLayer, nn.LayerNorm):
@@ -148,8 +154,8 @@ class GatedLayerNorm(GatedLayer, nn.LayerNorm):
 
     plain_class = nn.LayerNorm
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, *self.effective(), self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, *self.effective(), self.eps)
 
 
 class GatedTransposedLinear(GatedLayer):
@@ -171,9 +177,9 @@ class GatedTransposedLinear(GatedLayer):
 class _GatedBatchNorm(GatedLayer):
     """Scale and shift are gated together: a closed channel is zero, not the constant beta."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         norm = cast(nn.BatchNorm2d, self)
-        norm._check_input_dim(x)
+        norm._check_input_dim(input)
         momentum = 0.0 if norm.momentum is None else norm.momentum
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -183,7 +189,7 @@ class _GatedBatchNorm(GatedLayer):
         keep_running = not norm.training or norm.track_running_stats
         weight, bias = self.effective()
         return F.batch_norm(
-            x,
+            input,
             norm.running_mean if keep_running else None,
             norm.running_var if keep_running else None,
             weight,

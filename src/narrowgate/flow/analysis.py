@@ -15,6 +15,7 @@ from narrowgate.flow.couplings import Couplings
 from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
 from narrowgate.flow.unknown import Numbers, open_parts, slim
+from narrowgate.gates import Gate
 
 Sums = dict[int, tuple[dict[int, float], float]]
 """Channels that are sums of others: how much of which, and a constant."""
@@ -90,6 +91,7 @@ class Flow(Couplings):
         self.by_head = by_head or {}  # views whose channels go along this axis, not along the innermost
         self.closed = closed
         self.numbers = numbers or Numbers(model)
+        self.numbers.missing.update(graph.written.values())  # they are others in the next forward pass
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.constants = constants
         self.uses = graph.uses()
@@ -187,13 +189,15 @@ class Flow(Couplings):
             last = self.resolve(node)
             for state in self._all_states(last):
                 self.pin(state.labels, "for the model's output")
+        for node, name in self.graph.written.items():
+            self._couple_with_buffer(self.state(node), name)
         self.live = {
             node: [np.zeros(len(s.labels), bool) for s in state]
             if isinstance(state, list)
             else np.zeros(len(state.labels), bool)
             for node, state in self.states.items()
         }
-        for node in self.graph.outputs:
+        for node in (*self.graph.outputs, *self.graph.written):
             self.mark(self.resolve(node), True)
         for node in reversed(order):
             if node in self._backward:
@@ -214,6 +218,14 @@ class Flow(Couplings):
         if is_in_place(node) and isinstance(node.args[0], Node):
             self._replaced[self.resolve(node.args[0])] = node
 
+    def _couple_with_buffer(self, state: State, name: str) -> None:
+        """What is written to a buffer is as wide as the buffer."""
+        for axis in range(self.tensors[name].dim()):
+            if axis == state.axis:
+                self.tie(state.labels, self.labels_of(name, axis))
+            else:
+                self.pin(self.labels_of(name, axis), f"for what is written to {name}")
+
     def reads(self, node: Node, source: Any) -> Node:
         """The tensor an operation really read when it named this argument."""
         assert isinstance(source, Node)
@@ -230,20 +242,28 @@ class Flow(Couplings):
         shape = tuple(tensor.shape)
         long = [axis for axis, size in enumerate(shape) if size > 1]
         if not long:
-            known = tensor.numel() == 1 and name not in self.numbers.missing
+            known = tensor.numel() == 1 and self._is_final(name)
             return unlabelled(shape, float(tensor.reshape(-1)[0]) if known else float("nan"))
         axis = long[0] if len(long) == 1 else (1 if len(shape) == 4 else len(shape) - 1)
         for other in long:
             if other != axis:
                 self.pin(self.labels_of(name, other), f"for a direct use of {name}")
-        if name in self.numbers.missing:
+        if not self._is_final(name):
             return labelled(shape, axis, self.labels_of(name, axis), np.full(shape[axis], np.nan))
         rows = tensor.movedim(axis, 0).reshape(shape[axis], -1).double()
         same = (rows == rows[:, :1]).all(1)
         values = torch.where(same, rows[:, 0], torch.full_like(rows[:, 0], float("nan"))).cpu().numpy()
-        if self.closed is not None and isinstance(self.tensors[name], nn.Parameter):
-            values = np.full_like(values, np.nan)  # it is still learning
         return labelled(shape, axis, self.labels_of(name, axis), values)
+
+    def _is_final(self, name: str) -> bool:
+        """Whether the numbers of a tensor are known and stay.
+
+        In training a parameter learns, and any loop may set a buffer, such as the factor of a branch that it fades in.
+        """
+        tensor = self.tensors[name]
+        if name in self.numbers.missing or tensor.is_complex():
+            return False
+        return self.closed is None or isinstance(self.modules[name.rpartition(".")[0]], Gate)
 
 
 def wall_rule(flow: Flow, node: Node, why: str = "no rule for this operation") -> None:

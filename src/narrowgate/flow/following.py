@@ -111,7 +111,7 @@ def _follows_pointwise(plain: Rule) -> Rule:
             source: carriers[source].values if source in carriers else _one_number(flow.state(read))
             for source, read in reads.items()
         }
-        values = evaluate(node, known, counts.pop())
+        values = evaluate(node, known, counts.pop(), flow.closed is None)
 
         def backward(live: Mask) -> None:
             needed = live & np.isnan(values)

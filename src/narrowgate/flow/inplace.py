@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.surgery import check_fits, cut, edited_tensors, tensors_of
+from narrowgate.flow.surgery import check_fits, cut, edited_tensors, format_of, tensors_of
 from narrowgate.flow.ungated import ungated
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
 
 
+@torch.inference_mode(False)  # a tensor made in that mode could never train
 def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
     """Apply a plan to the model itself: parameters keep their identity, so optimizers and param groups stay valid.
 
@@ -46,6 +47,11 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
 def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state does not have its parameters' shapes, before anything is changed."""
     tensors = tensors_of(model)
+    if cuts and isinstance(optimizer, torch.optim.LBFGS):  # what it remembers of all parameters hangs on the first
+        raise ValueError(
+            "LBFGS keeps what it knows of all parameters in one vector, which can't be cut along. Make a new optimizer "
+            "after compact_, and leave optimizer= out"
+        )
     for name in cuts:
         for key, value in optimizer.state.get(tensors[name], {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != tensors[name].shape:
@@ -72,10 +78,8 @@ def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.
 
 
 def _like(values: Tensor, old: Tensor) -> Tensor:
-    """A copy in the memory format of what it replaces: a cut alone would turn channels_last into contiguous."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = old.dim() in formats and old.stride(1) == 1 and old.stride(2) != 1
-    return values.clone(memory_format=formats[old.dim()] if last else torch.contiguous_format)
+    """A copy in the memory format of what it replaces."""
+    return values.clone(memory_format=format_of(old))
 
 
 def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
@@ -106,9 +110,7 @@ def _without_gates(model: nn.Module, edited: dict[str, Tensor]) -> dict[str, Ten
         weight, bias = cast(Tensor, layer.weight), cast("Tensor | None", layer.bias)
         key = f"{name}.weight"
         if key in result:
-            factor = torch.ones_like(weight)
-            factor = factor if out is None else layer._scale_outputs(factor, out.to(factor.dtype))
-            factor = factor if into is None else layer._scale_inputs(factor, into.to(factor.dtype))
+            factor = layer.scale_weight(torch.ones_like(weight), out, into)
             result[key] = _divide(weight, effective_weight, result[key], factor)
         key = f"{name}.bias"
         if key in result and out is not None:

@@ -21,13 +21,13 @@ class IndexedLayer(nn.Module):
     fill: Tensor | None
     spatial_dims: int
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        axis = self._channel_axis(x)
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        axis = self._channel_axis(input)
         if self.scatter is not None and self.fill is not None and not len(self.scatter):
-            return self._constant(x, axis, self.fill)
+            return self._constant(input, axis, self.fill)
         if self.gather is not None:
-            x = x.index_select(axis, self.gather)
-        y: Tensor = super().forward(x, *args)
+            input = input.index_select(axis, self.gather)
+        y: Tensor = super().forward(input, *args, **kwargs)
         if self.scatter is None or self.fill is None:
             return y
         shape = [1] * y.dim()

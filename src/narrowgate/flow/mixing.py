@@ -26,7 +26,7 @@ def convolution(flow: Flow, node: Node) -> None:
     linear = op_name(node) == "linear"
     names = _parameter_names(flow, node)
     if names is None:
-        wall_rule(flow, node, "its weight is computed, not a parameter")
+        wall_rule(flow, node, _why_not(node))
         return
     weight_name, bias_name = names
     weight = flow.tensors[weight_name].detach()
@@ -63,7 +63,7 @@ def transposed_convolution(flow: Flow, node: Node) -> None:
     names = _parameter_names(flow, node)
     groups = int(arg(node, 6, "groups", 1))
     if names is None or groups != 1:
-        wall_rule(flow, node, "its weight is computed, not a parameter" if names is None else "it has groups")
+        wall_rule(flow, node, _why_not(node) if names is None else "it has groups")
         return
     read = flow.reads(node, node.args[0])
     axis = len(flow.state(read).shape) - (flow.tensors[names[0]].dim() - 1)
@@ -120,8 +120,18 @@ def embedding(flow: Flow, node: Node) -> None:
     flow.put(node, labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values), lambda live: None)
 
 
+def _why_not(node: Node) -> str:
+    return "its numbers are complex" if _is_complex(node) else "its weight is computed, not a parameter"
+
+
+def _is_complex(node: Node) -> bool:
+    return bool(node.meta["val"].is_complex())
+
+
 def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
-    """The names of weight and bias, or None where one of them is not a parameter of the model itself."""
+    """The names of weight and bias, or None where one is not a parameter of the model itself or has no real numbers."""
+    if _is_complex(node):
+        return None
     weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
     names: list[str | None] = []
     for source in (weight, bias):
@@ -129,7 +139,7 @@ def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
             names.append(None)
             continue
         name = flow.graph.tensors.get(source)
-        if name is None or flow.resolve(source) is not source:
+        if name is None or flow.resolve(source) is not source or name in flow.graph.written.values():
             return None
         names.append(name)
     assert names[0] is not None

@@ -167,6 +167,33 @@ def _cat_channels(flow: Flow, node: Node, reads: list[Node], states: list[State]
     flow.put(node, result, backward)
 
 
+def stack(flow: Flow, node: Node) -> None:
+    """A new axis; the parts' channels are coupled."""
+    parts: Any = node.args[0]
+    shape = shape_of(node)
+    dim = int(arg(node, 1, "dim", 0)) % len(shape)
+    reads = [flow.reads(node, part) for part in parts]
+    states = [flow.state(read) for read in reads]
+    first = states[0]
+    if any(state.axis != first.axis for state in states):
+        wall_rule(flow, node, "its parts carry channels along different axes")
+        return
+    values = first.values
+    for state in states[1:]:
+        flow.tie(first.labels, state.labels)
+        values = np.where(values == state.values, values, np.nan)
+    if first.axis is None:
+        result = unlabelled(shape, float(values[0]))
+    else:
+        result = labelled(shape, first.axis + (dim <= first.axis), first.labels, values)
+
+    def backward(live: Mask) -> None:
+        for read in reads:
+            flow.mark(read, live & result.varies)
+
+    flow.put(node, result, backward)
+
+
 def pixel_shuffle(flow: Flow, node: Node) -> None:
     """Groups of r * r channels become one and stay or go together; unshuffling makes r * r of each."""
     state = flow.state(flow.reads(node, node.args[0]))
@@ -187,6 +214,7 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
     **dict.fromkeys("expand expand_as broadcast_to".split(), expand),
     **dict.fromkeys("cat concat concatenate".split(), cat),
+    "stack": stack,
     "repeat": repeat,
     "getitem": getitem,
     "pixel_shuffle": pixel_shuffle,

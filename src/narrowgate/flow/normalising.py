@@ -53,9 +53,8 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
             flow.tie(labels, flow.labels_of(name, 0))
         elif name is not None:
             flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
-    scale, shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names)
-    if scale is not None and not flow.can_be_zero(str(names[0])):
-        scale = np.where(scale == 0, 1.0, scale)  # a zero-initialised scale is about to learn
+    scale = _scale(flow, names[0], state.shape[1])
+    shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names[1:])
     values = state.along(1)
     if training or flow.closed is not None or mean is None or variance is None:
         values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
@@ -81,7 +80,7 @@ def instance_norm(flow: Flow, node: Node) -> None:
     if not any(names):
         flow.bare_norms[layer_of(node)] = state.labels
     values = np.where(np.isnan(state.values), np.nan, 0.0)
-    values = _affine(values, *(_vector(flow, name, len(values)) for name in names[:2]))
+    values = _affine(values, _scale(flow, names[0], len(values)), _vector(flow, names[1], len(values)))
     put_per_channel(flow, node, read, labelled(shape_of(node), 1, state.labels, values))
 
 
@@ -105,7 +104,7 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
         if name is not None:
             flow.pin(flow.labels_of(name, 0), f"for the channels of {layer_of(node)}")
     size = shape[axis]
-    values = _affine(np.full(size, np.nan), *(_vector(flow, name, size) for name in names))
+    values = _affine(np.full(size, np.nan), _scale(flow, names[0], size), _vector(flow, names[1], size))
     result = labelled(shape, axis, np.full(size, PINNED), values)
 
     def backward(live: Mask) -> None:
@@ -145,12 +144,20 @@ def _name(flow: Flow, source: Any) -> str | None:
     return flow.graph.tensors.get(source) if isinstance(source, Node) else None
 
 
+def _scale(flow: Flow, name: str | None, size: int) -> Values | None:
+    """A norm's scale; while training, one that is zero is about to learn, unless a gate says that it is final."""
+    scale = _vector(flow, name, size)
+    if scale is None or flow.can_be_zero(str(name)):
+        return scale
+    return np.where(scale == 0, 1.0, scale)
+
+
 def _vector(flow: Flow, name: str | None, size: int) -> Values | None:
     if name is None:
         return None
     vector = flow.tensors[name].detach().to(torch.float64).cpu().numpy()
     assert vector.shape == (size,), (name, vector.shape, size)
-    return vector
+    return np.full(size, np.nan) if name in flow.graph.written.values() else vector
 
 
 def _standardise(values: Values, vectors: tuple[Values | None, ...], eps: float, dtype: torch.dtype) -> Values:
@@ -175,6 +182,6 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     "batch_norm": batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm_functional,
     "instance_norm": instance_norm,
-    **dict.fromkeys(("layer_norm", "group_norm"), norm_across_channels),
+    **dict.fromkeys(("layer_norm", "group_norm", "rms_norm"), norm_across_channels),
     "prelu": prelu,
 }

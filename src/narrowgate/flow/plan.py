@@ -13,6 +13,7 @@ from torch import nn
 from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.attention import views_by_head
 from narrowgate.flow.auto import faster_whole
+from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import edit_of, grouped_columns
@@ -156,8 +157,8 @@ def plan(
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     if constants not in CONSTANTS:
         raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
-    if round_to < 1:
-        raise ValueError(f"round_to must be 1 or above, got {round_to}")
+    if not isinstance(round_to, int) or round_to < 1:
+        raise ValueError(f"round_to must be a whole number, 1 or above, got {round_to!r}")
     if layout == "auto" and lacks_numbers(model):
         raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
     return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights)
@@ -179,6 +180,7 @@ def plan_traced(
     plain = ungated(model)
     closed = closed_gates(model) if training else None
     graph = tracer(plain, example_inputs)
+    refuse_bypassed_gates(model, plain, graph)
     fill_vectors_(plain, numbers, graph, constants)
     flow = Flow(graph, plain, constants, closed, None, numbers).run(RULES)
     by_head = views_by_head(flow)

@@ -46,7 +46,7 @@ def pointwise(flow: Flow, node: Node) -> None:
     axis = axes.pop() if axes else None
     size = 1 if axis is None else shape[axis]
     known = {source: _values_along(state, shape, axis) for source, state in states.items()}
-    values = evaluate(node, known, size)
+    values = evaluate(node, known, size, flow.closed is None)
     if len(sources) == 1 and carries(op_name(node).rstrip("_")):
         ((source, read),) = sources.items()
         values = through(flow, node, read, values, lambda table: _evaluate_table(node, source, table))
@@ -94,9 +94,10 @@ def _couple(flow: Flow, node: Node, states: list[State], shape: tuple[int, ...],
     return labels
 
 
-def evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
+def evaluate(node: Node, known: dict[Node, Values], size: int, final: bool = True) -> Values:
     """The operation on the known constants; NaN, varying, wherever any operand varies.
 
+    ``final`` says whether numbers in the user's code stay what they are; in training a factor of 0 may grow.
     The mask is laid over the result by force, so an operation that swallows NaN (where, clamp, comparisons) is safe.
     """
     varying = np.zeros(size, bool)
@@ -111,7 +112,7 @@ def evaluate(node: Node, known: dict[Node, Values], size: int) -> Values:
     if op_name(node) in ("mul", "mul_"):  # 0 x anything finite is 0: a closed squeeze-excite input or layer scale
         for values in known.values():
             result[np.broadcast_to(values == 0, (size,))] = 0.0
-        if any(isinstance(arg, (int, float)) and arg == 0 for arg in node.args):
+        if final and any(isinstance(arg, (int, float)) and arg == 0 for arg in node.args):
             result[:] = 0.0
     return result
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.movement import arg, shape_of
+from narrowgate.flow.pointwise import pointwise
 from narrowgate.flow.state import Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import op_name
 
@@ -61,6 +62,12 @@ def pad(flow: Flow, node: Node) -> None:
     put_per_channel(flow, node, read, like(state, shape_of(node), values))
 
 
+def extreme(flow: Flow, node: Node) -> None:
+    """max and min, of one tensor or of two."""
+    two = len(node.args) > 1 and isinstance(node.args[1], Node)
+    (pointwise if two else reduction)(flow, node)
+
+
 def reduction(flow: Flow, node: Node) -> None:
     """mean, sum, amax, …: free over other axes, a wall over the channel axis."""
     read = flow.reads(node, node.args[0])
@@ -71,20 +78,37 @@ def reduction(flow: Flow, node: Node) -> None:
     dims = list(range(rank)) if not dims and dims != 0 else [dims] if isinstance(dims, int) else list(dims)
     dims = [int(d) % rank for d in dims] if rank else []
     name = op_name(node)
-    if state.axis in dims or not isinstance(node.meta["val"], Tensor):
+    if state.axis in dims:
         wall_rule(flow, node, "it reduces over channels")
         return
-    values = np.full_like(state.values, np.nan)
-    if name in ("mean", "amax", "amin"):
-        values = state.values
-    elif name == "sum":  # of a constant, it depends on the size of the image or the batch
-        values = np.where(state.values == 0, 0.0, np.nan)
-    shape = shape_of(node)
+    value = node.meta["val"]
+    several = not isinstance(value, Tensor)
+    results = [
+        _reduced(state, tuple(int(size) for size in one.shape), dims, _reduced_values(name, state.values, i))
+        for i, one in enumerate(value if several else [value])
+    ]
+
+    def backward(live: Any) -> None:
+        for one, result in zip(live if several else [live], results, strict=True):
+            flow.mark(read, one & result.varies)
+
+    flow.put(node, results if several else results[0], backward)
+
+
+def _reduced(state: State, shape: tuple[int, ...], dims: list[int], values: Values) -> State:
     if state.axis is None:
-        put_per_channel(flow, node, read, unlabelled(shape, float(values[0])))
-        return
-    axis = state.axis if len(shape) == rank else state.axis - sum(d < state.axis for d in dims)
-    put_per_channel(flow, node, read, labelled(shape, axis, state.labels, values))
+        return unlabelled(shape, float(values[0]))
+    axis = state.axis if len(shape) == len(state.shape) else state.axis - sum(d < state.axis for d in dims)
+    return labelled(shape, axis, state.labels, values)
+
+
+def _reduced_values(name: str, values: Values, part: int) -> Values:
+    """What is left of constants: in the first result of an operation, or in another one."""
+    if name in ("mean", "amax", "amin") or (name, part) in _KEEPS_CONSTANTS:
+        return values
+    if name == "sum":  # of a constant, it depends on the size of the image or the batch
+        return np.where(values == 0, 0.0, np.nan)
+    return np.full_like(values, np.nan)
 
 
 def along_one_axis(flow: Flow, node: Node) -> None:
@@ -110,8 +134,15 @@ def dropout(flow: Flow, node: Node) -> None:
 def fresh(flow: Flow, node: Node) -> None:
     """zeros, ones, full, arange, …: no channels, and one known number where it is one."""
     name = op_name(node)
-    fill = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}.get(name)
+    fill = {"zeros": 0.0, "new_zeros": 0.0, "ones": 1.0, "new_ones": 1.0}.get(name)
     flow.put(node, unlabelled(shape_of(node), float("nan") if fill is None else fill), lambda live: None)
+
+
+def fresh_like(flow: Flow, node: Node) -> None:
+    """zeros_like, ones_like: one known number, in as many channels as there are in what it is like."""
+    state = flow.state(flow.reads(node, node.args[0]))
+    fill = 0.0 if op_name(node) == "zeros_like" else 1.0
+    flow.put(node, like(state, shape_of(node), np.full_like(state.values, fill)), lambda live: None)
 
 
 def nothing(flow: Flow, node: Node) -> None:
@@ -139,6 +170,7 @@ def _spatial_dims(name: str) -> int:
     return next((dims for dims in (1, 2, 3) if f"{dims}d" in name), 1 if "linear1d" in name else 2)
 
 
+_KEEPS_CONSTANTS = {("max", 0), ("min", 0), ("var_mean", 1), ("std_mean", 1)}
 _POOLING = [f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)]
 _POOLING += [f"{name}_with_indices" for name in _POOLING if name.startswith("max")]
 _RESIZING = "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d".split()
@@ -147,9 +179,12 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys(_POOLING, spatial),
     **dict.fromkeys((f"upsample_{name}" for name in _RESIZING), spatial),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
-    **dict.fromkeys("mean sum amax amin var std logsumexp norm linalg_vector_norm".split(), reduction),
+    **dict.fromkeys("mean sum amax amin var std var_mean std_mean".split(), reduction),
+    **dict.fromkeys("logsumexp norm linalg_vector_norm".split(), reduction),
+    **dict.fromkeys(("max", "min"), extreme),
     **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum".split(), along_one_axis),
     **dict.fromkeys("dropout feature_dropout alpha_dropout feature_alpha_dropout".split(), dropout),
-    **dict.fromkeys("zeros new_zeros zeros_like ones new_ones ones_like arange full eye linspace".split(), fresh),
+    **dict.fromkeys("zeros new_zeros ones new_ones arange full eye linspace".split(), fresh),
+    **dict.fromkeys(("zeros_like", "ones_like"), fresh_like),
     **dict.fromkeys("_assert_tensor_metadata _assert_async sym_size".split(), nothing),
 }

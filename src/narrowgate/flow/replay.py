@@ -19,11 +19,11 @@ from narrowgate.flow.analysis import Flow, Wall
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
 from narrowgate.flow.movement import RULES as MOVEMENTS
-from narrowgate.flow.movement import reshape
+from narrowgate.flow.movement import arg, reshape, shape_of
 from narrowgate.flow.resize import resize_
 from narrowgate.flow.skeleton import RESHAPES, Event, run, skeleton
 from narrowgate.flow.splits import RULES as SPLITS
-from narrowgate.flow.splits import kind_of_split
+from narrowgate.flow.splits import kind_of_split, slice_of, sliced
 from narrowgate.flow.state import State
 from narrowgate.flow.trace import ExampleInputs, op_name
 
@@ -136,7 +136,7 @@ def _first_trouble(flow: Flow, decision: Decision, large: list[Event], small: li
     """The first layer around which the small model does something else than the large one; None if all is well."""
     last: Node | None = None
     for wanted, got in itertools.zip_longest(large, small):
-        if wanted is None or got is None or wanted.what != got.what:
+        if wanted is None or got is None or wanted.what != got.what or _differs_beside_channels(wanted, got):
             return Trouble(_next_mixer(flow, last), str(got or "it stops early"))
         if wanted.mixer is not None:
             last = wanted.mixer.node
@@ -144,6 +144,15 @@ def _first_trouble(flow: Flow, decision: Decision, large: list[Event], small: li
             if got.shape != shape and not _flattened(got.shape, shape):
                 return Trouble(last, f"{wanted.mixer.layer} gives {got.shape}, not {shape}")
     return None
+
+
+def _differs_beside_channels(large: Event, small: Event) -> bool:
+    """Whether a view, split or slice counts on a number of channels that are not along its axis."""
+    if large.taken is not None and small.taken is not None:
+        return large.taken[0] == small.taken[0] and large.taken[1] != small.taken[1]
+    if large.mixer is not None:
+        return False
+    return len([a for a, b in itertools.zip_longest(large.shape, small.shape) if a != b]) > 1
 
 
 def _wrong_split(flow: Flow, decision: Decision, large: list[Event], small: list[Event]) -> Trouble | None:
@@ -169,16 +178,34 @@ def _kind_and_shape(node: Node) -> tuple[str | None, tuple[Any, ...]]:
     kind, value = _kind(op_name(node)) if node.op == "call_function" else None, node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return kind, tuple(tuple(part.shape) for part in value if isinstance(part, Tensor))
-    if kind == "slice" and value.shape == node.args[0].meta["val"].shape:  # type: ignore[union-attr]
-        return None, ()
+    if kind == "slice":
+        _, which, size = _slice(node)
+        made = sliced(shape_of(node), which.start, size == len(which))
+        return kind if made else None, made
     return kind, tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _slice(node: Node) -> tuple[int, range, int]:
+    """The axis of a slice, the positions that it takes, and of how many."""
+    source: Any = node.args[0]
+    shape = source.meta["val"].shape
+    axis = int(arg(node, 1, "dim", 0)) % len(shape)
+    size = int(shape[axis])
+    which = slice_of(node, size)
+    return axis, range(*(which or slice(None)).indices(size)), size
 
 
 def _predicted_parts(flow: Flow, decision: Decision, node: Node) -> tuple[Any, ...]:
     state = flow.states[node]
-    if isinstance(state, State):
-        return _predicted(decision, state)
-    return tuple(_predicted(decision, part) for part in state)
+    if not isinstance(state, State):
+        return tuple(_predicted(decision, part) for part in state)
+    shape = _predicted(decision, state)
+    if _kind(op_name(node)) != "slice":
+        return shape
+    before = flow.state(flow.reads(node, node.args[0]))
+    axis, which, _ = _slice(node)
+    start = which.start if axis != before.axis else int(decision.kept[before.labels[: which.start]].sum())
+    return sliced(shape, start, False)
 
 
 def _predicted(decision: Decision, state: State) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -21,8 +22,7 @@ from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
 from narrowgate.flow.layers import NORM_SWAPS, IndexedNorm
 from narrowgate.flow.multihead import Widen
-from narrowgate.flow.pointwise import POINTWISE
-from narrowgate.flow.splits import kind_of_split
+from narrowgate.flow.splits import kind_of_split, sliced
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
 from narrowgate.flow.unknown import has_numbers
 
@@ -40,15 +40,23 @@ _SHAPE_KEEPING = (
 )
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 RESHAPES = ("view", "_unsafe_view", "_reshape_alias", "reshape")
+# Operations whose numbers are sizes, which change with the width: what they make of a tensor is compared instead.
+_SIZED = frozenset([*RESHAPES, "expand", "slice", "split", "split_with_sizes", "new_empty"])
+_FROM_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor])
 
 
 @dataclass(frozen=True)
 class Event:
-    """One operation with the numbers it was given, one layer's output, or how the run ended."""
+    """One operation with the numbers it was given, one layer's output, or how the run ended.
+
+    ``shape`` is what a layer, view or split gave: of a split one for each part, of a slice with its first position.
+    ``taken`` is of a split or slice: how long the axis was, and what was taken of it.
+    """
 
     what: tuple[object, ...]
     mixer: Mixer | None = None
-    shape: tuple[Any, ...] = ()  # of a split, one for each part
+    shape: tuple[Any, ...] = ()
+    taken: tuple[int, object] | None = None
 
 
 def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
@@ -78,17 +86,17 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
             hooks += log.without(module)
         elif type(module) in NORM_SWAPS.values():
             hooks += log.without(module)
-            module.forward = _picked_if_it_fits(module)
+            module.forward = _picked_if_it_fits(module, log.called(name))
         elif type(module) in _SHAPE_KEEPING:
-            module.forward = _same
+            module.forward = _same(log.called(name))
         elif type(module) in _NORMS:
-            module.forward = _same_if_it_fits(module)
+            module.forward = _same_if_it_fits(module, log.called(name))
     numberless = torch.device("meta") if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with numberless, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args, kwargs = pytree.tree_map(lambda leaf: _empty_like(leaf, device), call_arguments(example_inputs))
         try:
-            with log, _quiet():
+            with log, _Data(log), _quiet():
                 output = model(*args, **kwargs)
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))
@@ -120,6 +128,10 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hooks on a module whose operations are no part of the model."""
         return [module.register_forward_pre_hook(self.pause), module.register_forward_hook(self.resume)]
 
+    def called(self, name: str) -> Callable[[], None]:
+        """Records that a module ran whose operations are left out."""
+        return lambda: self.events.append(Event(("module", name)))
+
     def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.paused = False
@@ -135,11 +147,46 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A reshape copies or not as memory lies; that may differ for a width of 1.
         name = "view" if name in RESHAPES else name
         if not self.paused and name != "clone":
-            numbers = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, float)]
-            if name.rstrip("_") in POINTWISE:
-                numbers += [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-            self.events.append(Event((name, *numbers), None, _shapes_of_parts(name, args, result)))
+            given = (*args, *(kwargs or {}).values())
+            numbers = _expansions(args[0], result) if name == "expand" else list(_numbers(given, name))
+            if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
+                numbers += result.shape
+            self.events.append(Event((name, *numbers), None, *_parts(name, args, result)))
         return result
+
+
+class _Data(TorchFunctionMode):
+    """Records what tensors are made of: ``torch.tensor(x.shape[1])`` hands its number to no operation."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FROM_DATA and not self.log.paused:
+            data = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+            self.log.events.append(Event(("tensor", repr(data))))
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(given: Iterable[Any], name: str) -> Iterator[int | float]:
+    """The numbers an operation was given, but for sizes."""
+    kinds = (float,) if name in _SIZED else (int, float)
+    if name == "convolution":
+        *given, _ = given  # as many groups as channels, for a depthwise one
+    for one in given:
+        if isinstance(one, kinds):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from (number for number in one if isinstance(number, kinds))
+
+
+def _expansions(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
+    """Axes, counted from the last, along which a tensor is repeated, and how often."""
+    sizes = [1] * (after.dim() - before.dim()) + list(before.shape)
+    return [
+        (after.dim() - i, new) for i, (old, new) in enumerate(zip(sizes, after.shape, strict=True)) if old == 1 != new
+    ]
 
 
 def _shape_or_number(leaf: Any) -> object:
@@ -148,39 +195,52 @@ def _shape_or_number(leaf: Any) -> object:
     return leaf if isinstance(leaf, (int, float, str)) else type(leaf)
 
 
-def _shapes_of_parts(name: str, args: Any, result: Any) -> tuple[Any, ...]:
-    """What a view or split made of a tensor; nothing for other operations and for slices that are all of it."""
+def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[int, object] | None]:
+    """What a view or split made of a tensor, and of which positions; nothing for other operations."""
     if name in RESHAPES:
-        return tuple(result.shape)
+        return tuple(result.shape), None
     kind = kind_of_split(name)
     if kind == "split":
-        return tuple(tuple(part.shape) for part in result)
-    return tuple(result.shape) if kind == "slice" and result.shape != args[0].shape else ()
+        dim = args[2] if len(args) > 2 else 0
+        shapes = tuple(tuple(part.shape) for part in result)
+        return shapes, (args[0].shape[dim], tuple(shape[dim] for shape in shapes))
+    if kind == "slice":
+        dim, start, end, step = (args[1:] + (0, None, None, 1)[len(args) - 1 :])[:4]
+        size = args[0].shape[dim]
+        which = range(*slice(start, end, step).indices(size))
+        return sliced(tuple(result.shape), which.start, size == len(which)), (size, which)
+    return (), None
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _same_if_it_fits(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    assert isinstance(norm, _BatchNorm)
-
-    def forward(x: Tensor) -> Tensor:
-        vector = norm.weight if norm.weight is not None else norm.running_mean
-        if vector is not None and x.shape[1] != len(vector):
-            raise RuntimeError(f"a BatchNorm of {len(vector)} channels was given {x.shape[1]}")
-        return x
+def _same(called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:
+        called()
+        return input
 
     return forward
 
 
-def _picked_if_it_fits(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+def _same_if_it_fits(norm: nn.Module, called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+    assert isinstance(norm, _BatchNorm)
+
+    def forward(input: Tensor) -> Tensor:
+        called()
+        vector = norm.weight if norm.weight is not None else norm.running_mean
+        if vector is not None and input.shape[1] != len(vector):
+            raise RuntimeError(f"a BatchNorm of {len(vector)} channels was given {input.shape[1]}")
+        return input
+
+    return forward
+
+
+def _picked_if_it_fits(norm: nn.Module, called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
     assert isinstance(norm, IndexedNorm)
 
-    def forward(x: Tensor) -> Tensor:
-        if x.shape[1] != norm.num_features:
-            raise RuntimeError(f"a norm that picks from {norm.num_features} channels was given {x.shape[1]}")
-        return x if norm.gather is None else x.index_select(1, norm.gather)
+    def forward(input: Tensor) -> Tensor:
+        called()
+        if input.shape[1] != norm.num_features:
+            raise RuntimeError(f"a norm that picks from {norm.num_features} channels was given {input.shape[1]}")
+        return input if norm.gather is None else input.index_select(1, norm.gather)
 
     return forward
 

@@ -26,6 +26,11 @@ def kind_of_split(name: str) -> str | None:
     return _NAMES.get(name)
 
 
+def sliced(shape: tuple[int, ...], start: int, whole: bool) -> tuple[Any, ...]:
+    """What a slice made of a tensor: its shape and its first position; nothing if it is all of it."""
+    return () if whole else (*shape, f"from {start}")
+
+
 def turn(flow: Flow, node: Node) -> None:
     """flip and roll: free beside the channel axis, a wall on it."""
     state = flow.state(flow.reads(node, node.args[0]))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
+from narrowgate.flow.trace import copy_structure
 from narrowgate.flow.ungated import ungated
 
 
@@ -15,6 +16,7 @@ class PlanError(ValueError):
     """The plan does not fit the model."""
 
 
+@torch.inference_mode(False)  # a tensor made in that mode could never train
 def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """A smaller copy of the model that computes the same function; gates are merged, the original is untouched."""
     check_fits(model, plan)
@@ -28,9 +30,9 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
         new = edited.get(name, tensor.detach())
         new = cut(new, plan.cuts[name]) if name in plan.cuts else new.clone()
         if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new.contiguous(), requires_grad=tensor.requires_grad)
+            new = nn.Parameter(new.contiguous(memory_format=format_of(tensor)), requires_grad=tensor.requires_grad)
         replaced[id(tensor)] = new
-    _put(small, replaced)
+    small = copy_structure(small, replaced)  # not in the modules' tables alone: a list may hold parameters, too
     _add_biases(small, plan, edited)
     resize_(small, plan.edits, plan.widths)
     return small
@@ -43,6 +45,13 @@ def cut(tensor: Tensor, how: Cut) -> Tensor:
     for axis, positions in how.keep.items():
         tensor = tensor.index_select(axis, torch.tensor(positions, dtype=torch.long, device=tensor.device))
     return tensor
+
+
+def format_of(tensor: Tensor) -> torch.memory_format:
+    """channels_last, or contiguous, which is what a cut alone makes of anything."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = tensor.dim() in formats and tensor.stride(1) == 1 and tensor.stride(2) != 1
+    return formats[tensor.dim()] if last else torch.contiguous_format
 
 
 def _cut_groups(weight: Tensor, grouped: list[list[int]]) -> Tensor:
@@ -122,14 +131,6 @@ def _add_biases(model: nn.Module, plan: Plan, edited: dict[str, Tensor]) -> None
             if rows is not None:
                 bias = bias[torch.tensor(rows, device=bias.device)]
             model.get_submodule(edit.layer).bias = nn.Parameter(bias.clone())
-
-
-def _put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
-    for module in model.modules():
-        for store in (module._parameters, module._buffers):
-            for key, tensor in store.items():
-                if tensor is not None and id(tensor) in replaced:
-                    store[key] = replaced[id(tensor)]  # type: ignore[assignment]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

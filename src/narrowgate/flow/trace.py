@@ -8,13 +8,15 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.fx import Node
 
+from narrowgate.flow.regions import inlined, readers
 from narrowgate.flow.unknown import fake_tensors, lacks_numbers
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -35,6 +37,8 @@ class Graph:
     tensors: dict[Node, str]
     outputs: tuple[Node, ...]
     functionalised: bool = False  # whether operations that overwrite tensors were replaced by ordinary ones
+    written: dict[Node, str] = field(default_factory=dict)  # results that go into a buffer, for the next forward pass
+    readers: dict[str, list[Node]] = field(default_factory=dict)  # of parameters and buffers, wherever they are
 
     def uses(self) -> dict[str, int]:
         """How many times each parameter or buffer is read, being handed out as an output included."""
@@ -69,26 +73,48 @@ def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = Fals
         try:
             with _no_stack_traces():
                 program = torch.export.export(model, args, kwargs, strict=False)
-            functionalised = _mutates_through_views(list(program.graph.nodes))
+            graph = inlined(program.graph_module)
+            functionalised = _mutates_through_views(list(graph.nodes)) or (
+                not train and _writes_to_buffers(graph, program)
+            )
             if functionalised:
                 program = program.run_decompositions({})
+                graph = inlined(program.graph_module)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TraceError(
                 f"torch.export cannot trace {type(model).__name__} with these inputs: {type(error).__name__}: "
-                f"{reason}. "
-                "Check that model(*example_inputs) runs and that its forward has no branch on tensor values"
+                f"{reason}. {_remedy(reason)}"
             ) from error
     signature = program.graph_signature
     by_placeholder = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    nodes = tuple(program.graph.nodes)
+    nodes = tuple(graph.nodes)
     first = _first_names(model)
     tensors = {node: first.get(name, name) for node in nodes if (name := by_placeholder.get(node.name)) is not None}
-    mutated = set(signature.buffers_to_mutate)
-    (result,) = next(node for node in nodes if node.op == "output").args
+    mutated = signature.buffers_to_mutate
+    results = zip(_results(program.graph), _results(graph), strict=True)
+    named = [(before.name, node) for before, node in results if isinstance(before, Node)]
+    outputs = tuple(node for name, node in named if name not in mutated)
+    written = {node: first[mutated[name]] for name, node in named if name in mutated}
+    read_by: dict[str, list[Node]] = {}
+    for node in program.graph.nodes:
+        if (name := by_placeholder.get(node.name)) is not None:
+            read_by.setdefault(first.get(name, name), []).extend(readers(program.graph_module, node))
+    return Graph(nodes, tensors, outputs, functionalised, {} if train else written, read_by)
+
+
+def _results(graph: fx.Graph) -> Any:
+    (result,) = next(node for node in graph.nodes if node.op == "output").args
     assert isinstance(result, (tuple, list))
-    outputs = tuple(node for node in result if isinstance(node, Node) and node.name not in mutated)
-    return Graph(nodes, tensors, outputs, functionalised)
+    return result
+
+
+def _remedy(reason: str) -> str:
+    if "is not a known type" in reason:
+        return "If that is a dataclass, call torch.export.register_dataclass(it) once, before ng.plan"
+    if "uninitialized parameter" in reason:
+        return "Run the model once on the example inputs, so that its lazy layers get their weights"
+    return "Check that model(*example_inputs) runs and that its forward has no branch on tensor values"
 
 
 class Tracer:
@@ -219,6 +245,18 @@ def _mutates_through_views(nodes: list[Node]) -> bool:
             if any(order[user] > order[node] for other in others for user in other.users):
                 return True
         sharing.setdefault(memory[node], []).append(node)
+    return False
+
+
+def _writes_to_buffers(graph: fx.Graph, program: ExportedProgram) -> bool:
+    """Whether a forward pass leaves something in a buffer: a count, a running average."""
+    buffers = program.graph_signature.inputs_to_buffers
+    memory: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        memory[node] = memory[source] if source is not None and _shares_memory(node) else node
+        if _writes(node) and memory[node].name in buffers:
+            return True
     return False
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from narrowgate.batched import forget_prepared_gates_
 from narrowgate.direct import forget_reader_
@@ -36,6 +37,10 @@ class FrozenGate(Gate):
 def share_copy(model: nn.Module) -> nn.Module:
     """A copy of the module tree that shares every parameter and buffer with the original."""
     memo: dict[int, Any] = {}
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TraceError(
+            f"{type(model).__name__} is compiled by torch.jit, which hides its code; pass the model itself"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_sharded(tensor):
             raise TraceError(
@@ -46,10 +51,25 @@ def share_copy(model: nn.Module) -> nn.Module:
     try:
         return copy_structure(model, memo)
     except RuntimeError as error:
-        raise TraceError(
-            f"{type(model).__name__} can't be copied: {str(error).splitlines()[0]}. If torch.nn.utils.prune made a "
-            "weight, call prune.remove(layer, 'weight') first; the zeros stay"
-        ) from error
+        raise TraceError(f"{type(model).__name__} can't be copied: {_why_not_copied(model, error)}") from error
+
+
+def _why_not_copied(model: nn.Module, error: RuntimeError) -> str:
+    for name, module in model.named_modules():
+        for key, held in vars(module).items():
+            leaves = pytree.tree_leaves(held) if isinstance(held, (Tensor, list, tuple, dict)) else ()
+            if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves):
+                path = f"{name}.{key}".removeprefix(".")
+                if any(parameter.startswith(f"{key}_") for parameter in module._parameters):
+                    return (
+                        f"the weight {path!r} is computed. If torch.nn.utils.prune made it, call prune.remove(layer, "
+                        f"{key!r}) first; the zeros stay. If weight_norm did, call remove_weight_norm(layer, {key!r})"
+                    )
+                return (
+                    f"the attribute {path!r} holds a result of an earlier forward pass, with its gradient. Set it to "
+                    f"None first (model.{path} = None), or keep it as .detach()"
+                )
+    return str(error).splitlines()[0]
 
 
 def ungated(model: nn.Module) -> nn.Module:
@@ -94,17 +114,10 @@ def gatings(model: nn.Module) -> dict[str, Gating]:
             prefix = f"{name}." if name else ""
             rows, columns = closed[f"{prefix}weight"]
             outputs = columns if getattr(module, "transposed", False) else rows
-            found[f"{prefix}weight"] = Gating(partial(_multiply, module), (rows, columns))
+            out, into = (None if gate is None else gate.final_value() for gate in (module.gate, module.gate_in))
+            found[f"{prefix}weight"] = Gating(partial(module.scale_weight, out=out, into=into), (rows, columns))
             found[f"{prefix}bias"] = Gating(partial(_multiply_bias, module), (outputs, None))
     return found
-
-
-def _multiply(layer: GatedLayer, weight: Tensor) -> Tensor:
-    if layer.gate is not None:
-        weight = layer._scale_outputs(weight, layer.gate.final_value().to(weight.dtype))
-    if layer.gate_in is not None:
-        weight = layer._scale_inputs(weight, layer.gate_in.final_value().to(weight.dtype))
-    return weight
 
 
 def _multiply_bias(layer: GatedLayer, bias: Tensor) -> Tensor:
@@ -155,9 +168,10 @@ def _merge_into_fresh_weights_(layer: GatedLayer) -> None:
     weight, bias = layer.scaled(out, into)
     layer.__class__ = layer.plain_class  # type: ignore[assignment]
     del layer.gate, layer.gate_in
-    layer.weight = nn.Parameter(weight.detach().clone())
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone())
+    for key, new in (("weight", weight), ("bias", bias)):
+        old = layer._parameters.get(key)
+        if old is not None and new is not None:
+            layer._parameters[key] = nn.Parameter(new.detach().clone(), old.requires_grad)
 
 
 def _merge_without_numbers_(layer: GatedLayer, out: Tensor | None) -> None:

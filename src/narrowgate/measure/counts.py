@@ -42,6 +42,10 @@ def summarize(model: nn.Module, example_inputs: ExampleInputs, *, batch_axis: in
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"summarize needs an nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TypeError(
+            f"{type(model).__name__} is compiled by torch.jit, which hides its code; summarize the model itself"
+        )
     model = model._modules.get("_orig_mod") or model  # inside torch.compile's wrapper
     _refuse_lazy(model)
     args, kwargs = call_arguments(example_inputs)
