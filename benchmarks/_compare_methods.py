@@ -173,7 +173,15 @@ _LENET_PLAIN = {
 
 _LENET_NORM = {
     "dense": _DENSE,
-    **_by_strength(0.75, l1=(3e-4, 6e-4, 1.2e-3, 2.4e-3), bounded=(6e-4, 1.2e-3, 2.4e-3, 4.8e-3)),
+    # A gate before a norm would rule over nothing that the norm does not undo.
+    **_by_strength(
+        0.55,
+        "gates.placement=after-norm",
+        "penalty.proximal=true",
+        "penalty.factors={ bn1 = 5.0, bn2 = 5.0 }",
+        l1=(6e-4, 1.2e-3, 2e-3, 3e-3),
+        bounded=(1e-3, 2e-3, 3e-3, 4.5e-3),
+    ),
     "slimming": Method("network slimming", _CLOSE, (0.5, 0.7, 0.8, 0.9), 0.5, _rival("slimming")),
     "ista": Method("ISTA", _STRENGTH, (1.2e-3, 2.4e-3, 5e-3, 1e-2), 0.6, _rival("ista")),
 }
