@@ -178,3 +178,32 @@ def test_half_precision_in_fewer_kernels_is_as_exact_as_in_many(network, monkeyp
     assert (gradient(half=False, fused=True) - exact).norm() < 0.03 * exact.norm()
     plain = (gradient(half=True, fused=False) - exact).norm()
     assert (gradient(half=True, fused=True) - exact).norm() < 1.5 * plain
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_a_relative_penalty_is_the_same_in_a_cuda_graph(proximal):
+    """Replays move the gates as eager steps do, with a strength that changes in between."""
+    ends = []
+    for captured in (False, True):
+        gates = ng.gates_of(gated_convnet())
+        penalty = ng.Penalty(gates, "bounded-l1", 0.1, sigma=0.5, relative=True)
+
+        def step(gates=gates, penalty=penalty):
+            if proximal:
+                return penalty.proximal_(0.1)
+            for g, slope in zip(gates.parameters(), torch.autograd.grad(penalty(), gates.parameters()), strict=True):
+                g.data.sub_(0.1 * slope)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                step()
+        for strength in (0.1, 0.3, 0.05):
+            penalty.strength = strength
+            graph.replay() if captured else step()
+        ends.append(gates.flat().detach().cpu())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-7)

@@ -45,27 +45,28 @@ class Relative(torch.autograd.Function):
 
     A factor common to a layer's elements cancels, so no gradient shrinks a layer as a whole. The sum of the sizes of
     what this gives is ``(sum |x|)^2 / sum x^2``, how many of the layer's elements count: from 1 to all of them.
-    ``lengths`` are the layers' sizes, ``layer`` is each element's. A layer of zeros stays as it is.
+    ``layer`` is each element's, from 0 to ``layers``. A layer of zeros stays as it is.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: Tensor, layer: Tensor) -> Tensor:
-        squares, total = (_by_layer(part, lengths) for part in (x.square(), x.abs()))
+    def forward(ctx: Any, x: Tensor, layer: Tensor, layers: int) -> Tensor:
+        squares, total = (_by_layer(part, layer, layers) for part in (x.square(), x.abs()))
         inverse = torch.where(squares > 0, total / squares, torch.zeros_like(total)).index_select(0, layer)
         relative = x * inverse
-        ctx.save_for_backward(relative, inverse, lengths, layer)
+        ctx.save_for_backward(relative, inverse, layer)
+        ctx.layers = layers
         return relative
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        relative, inverse, lengths, layer = ctx.saved_tensors
-        counts = _by_layer(relative.abs(), lengths)
-        pull = torch.where(counts > 0, _by_layer(grads[0] * relative, lengths) / counts, torch.zeros_like(counts))
-        return inverse * (grads[0] - pull.index_select(0, layer) * (2 * relative - relative.sign())), None, None
+        relative, inverse, layer = ctx.saved_tensors
+        counts, pull = (_by_layer(part, layer, ctx.layers) for part in (relative.abs(), grads[0] * relative))
+        pull = torch.where(counts > 0, pull / counts, torch.zeros_like(counts)).index_select(0, layer)
+        return inverse * (grads[0] - pull * (2 * relative - relative.sign())), None, None
 
 
-def _by_layer(x: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
+def _by_layer(x: Tensor, layer: Tensor, layers: int) -> Tensor:
+    return x.new_zeros(layers).index_add(0, layer, x)
 
 
 def check_positive(name: str, value: float | Tensor) -> None:

@@ -54,7 +54,7 @@ class Penalty:
         self._strength_tensor: Tensor | None = None
         self._sigma_tensor: Tensor | None = None
         self._weight_tensor: Tensor | None = None
-        self._layers: tuple[Tensor, Tensor] | None = None
+        self._layers: Tensor | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,7 +101,9 @@ class Penalty:
     def _norm(self, g: Tensor, sigma: Tensor) -> Tensor:
         weight = self._weight_of_each(g)
         if self.relative:
-            g = cast(Tensor, norms.Relative.apply(norms.at_least_float32(g), *self._layer_of_each(g)))
+            g = cast(
+                Tensor, norms.Relative.apply(norms.at_least_float32(g), self._layer_of_each(g), len(self._sizes()))
+            )
         if self.kind == "l0":
             return (weight * g).sum()
         if self.kind == "l1":
@@ -182,13 +184,12 @@ class Penalty:
                 self._weight_tensor = kept = torch.tensor(each, dtype=like.dtype, device=like.device)
         return kept
 
-    def _layer_of_each(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The layers' sizes, and the layer of each single gate; made anew when gates were cut."""
-        if self._layers is None or self._layers[1].device != like.device or len(self._layers[1]) != len(like):
+    def _layer_of_each(self, like: Tensor) -> Tensor:
+        """The layer of each single gate; made anew when gates were cut."""
+        if self._layers is None or self._layers.device != like.device or len(self._layers) != len(like):
             with torch.inference_mode(False):
-                lengths = torch.tensor(self._sizes(), device=like.device)
-                layer = torch.arange(len(lengths), device=like.device).repeat_interleave(lengths)
-            self._layers = lengths, layer
+                sizes = torch.tensor(self._sizes())
+                self._layers = torch.arange(len(sizes)).repeat_interleave(sizes).to(like.device)
         return self._layers
 
     def _scalars(self, like: Tensor) -> tuple[Tensor, Tensor]:
