@@ -86,11 +86,9 @@ def _others(runs: Sequence[Run]) -> Table:
 
 
 def _why_apart(run: Run) -> str:
-    if run.steered:
-        return "given size"
-    if run.epochs < EPOCHS[run.network]:
-        return f"short: {EPOCHS[run.network]} in the paper"
-    return "not in the paper"
+    short = [f"short: {EPOCHS[run.network]} in the paper"] if run.epochs < EPOCHS[run.network] else []
+    given = ["given size"] if run.steered else []
+    return ", ".join(given + short) or "not in the paper"
 
 
 def _tries(runs: Sequence[Run]) -> Table:

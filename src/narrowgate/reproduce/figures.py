@@ -92,7 +92,9 @@ def _trade_off(runs: Sequence[Run]) -> Any:
             else:
                 axis.plot([100 * run.pruned], [100 * run.accuracy], **_OWN)
         if not mine:
-            axis.text(0.5, 0.05, "no run of ours yet", transform=axis.transAxes, ha="center", color="#777777")
+            axis.text(
+                0.5, 0.05, "no full-length run of ours yet", transform=axis.transAxes, ha="center", color="#777777"
+            )
         axis.set(title=f"{title}, CIFAR-100", xlabel="parameters pruned, %", xlim=(-4, 100))
         axis.margins(y=0.3)
     axes[0].set_ylabel("test accuracy, %")
