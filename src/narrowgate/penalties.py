@@ -101,9 +101,7 @@ class Penalty:
     def _norm(self, g: Tensor, sigma: Tensor) -> Tensor:
         weight = self._weight_of_each(g)
         if self.relative:
-            g = cast(
-                Tensor, norms.Relative.apply(norms.at_least_float32(g), self._layer_of_each(g), len(self._sizes()))
-            )
+            g = cast(Tensor, norms.Relative.apply(norms.at_least_float32(g), self._layer_of_each(g), len(self.gates)))
         if self.kind == "l0":
             return (weight * g).sum()
         if self.kind == "l1":
@@ -129,14 +127,14 @@ class Penalty:
             raise ValueError("the l0 penalty has no proximal step; add penalty() to the loss instead")
         strength, sigma = self._scalars(flat)
         g = flat.to(strength.dtype)
-        step = lr * strength * self._weight_of_each(g)
+        step = lr * strength
+        if self.kind == "l2":
+            return (g / (1 + step * self._weight_of_each(g))).to(flat.dtype)
         if self.relative:
-            new = torch.sign(g) * (g.abs() - lr * strength * self._relative_slope(g, sigma)).clamp(min=0)
-        elif self.kind == "l2":
-            new = g / (1 + step)
+            pull = step * self._relative_slope(g, sigma)
         else:
-            new = torch.sign(g) * (g.abs() - step * self._slope(g.abs(), sigma)).clamp(min=0)
-        return new.to(flat.dtype)
+            pull = step * self._weight_of_each(g) * self._slope(g.abs(), sigma)
+        return (torch.sign(g) * (g.abs() - pull).clamp(min=0)).to(flat.dtype)
 
     def _slope(self, size: Tensor, sigma: Tensor) -> Tensor:
         """The norm's derivative at ``size`` > 0.

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,6 +204,19 @@ def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What happens to modules' own buffers in between is undone, in place where it was done so."""
+    kept = [(owner, key, b, b.clone()) for owner in modules for key, b in owner._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for owner, key, buffer, before in kept:
+            owner._buffers[key] = buffer
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
 
 
 def is_in_place(node: Node) -> bool:

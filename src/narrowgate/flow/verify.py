@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from narrowgate.flow.trace import ExampleInputs, call_arguments, in_mode
+from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, in_mode
 
 # Relative to the spread of outputs: what rounding explains in each precision, or this many times the measured noise.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -243,16 +243,8 @@ def _nudge(leaf: Any) -> Any:
 
 def _outputs(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     """What a model gives out; what it leaves in its buffers is undone, so that each call meets the same ones."""
-    buffers = [
-        (owner, key, b, b.clone()) for owner in model.modules() for key, b in owner._buffers.items() if b is not None
-    ]
-    try:
+    with buffers_kept(model.modules()):
         return _tensors(model(*args, **kwargs))
-    finally:
-        for owner, key, buffer, before in buffers:
-            owner._buffers[key] = buffer
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from narrowgate.flow import TraceError
+from narrowgate.flow.trace import TraceError, buffers_kept
 from narrowgate.gates import CLOSING_POINT
 from narrowgate.gateset import Gates
 from narrowgate.models.registry import options_of
@@ -122,7 +121,7 @@ class Watch:
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         if row.train_accuracy - row.accuracy < _FAR_BELOW or not norms:
             return []
-        with random_numbers_kept(model), _buffers_kept(norms):
+        with random_numbers_kept(model), buffers_kept(norms):
             by_batch = judge(norms)
         if by_batch < (row.accuracy + row.train_accuracy) / 2:
             return []
@@ -226,17 +225,6 @@ class Watch:
         if self._recipe.gates.kind == "linear" or self._recipe.gates.placement != "after-norm":
             return ""
         return '. With gates.placement = "before-norm" the norm undoes a gate\'s scale, and only the penalty moves it'
-
-
-@contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """What happens to the modules' buffers in between is undone."""
-    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 def _dropouts(model: nn.Module, example: torch.Tensor) -> dict[str, str]:
