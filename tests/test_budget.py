@@ -265,6 +265,22 @@ def test_without_steering_the_target_is_met_in_time_all_the_same():
     assert left(model, "params") == pytest.approx(0.4, abs=0.02)
 
 
+class Broad(nn.Sequential):
+    """One hidden layer of many neurons."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 1000, bias=False), nn.ReLU(), nn.Linear(1000, 10, bias=False))
+
+
+def test_a_small_target_is_met_as_nearly_as_a_large_one():
+    """Half a per cent of the network would be half of this target."""
+    model, gates = gated(Broad)
+    with torch.no_grad():
+        gates.modules()[0].g.copy_(torch.linspace(0.1, 1.0, 1000))
+    Budget("params: 1%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-4), 1, arrive=1.0).step(0)
+    assert left(model, "params") == pytest.approx(0.01, rel=0.06)
+
+
 def test_the_strength_follows_the_gates():
     def strengths(speed):
         model, gates = gated()

@@ -9,6 +9,8 @@ from torch import nn
 
 import narrowgate as ng
 from narrowgate.gates import exponential_gate
+from narrowgate.train.step import Step
+from narrowgate.train.teacher import Teacher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -207,3 +209,28 @@ def test_a_relative_penalty_is_the_same_in_a_cuda_graph(proximal):
             graph.replay() if captured else step()
         ends.append(gates.flat().detach().cpu())
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_teacher_in_a_cuda_graph_teaches_as_outside_one():
+    """Replays with a teacher's answers in them lead where eager steps do."""
+    ends = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        student, network = (nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).cuda() for _ in range(2))
+        optimizer = torch.optim.SGD(student.parameters(), torch.tensor(0.5, device="cuda"), momentum=0.9, fused=True)
+        step = Step(student, optimizer, None, torch.device("cuda"), teacher=Teacher(network.eval(), 0.9, 4.0, {}))
+        images, labels = torch.randn(6, 3, 2, 2, device="cuda"), torch.arange(6, device="cuda") % 5
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step(images, labels)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                step(images, labels)
+        for _ in range(3):
+            images.normal_(generator=torch.Generator("cuda").manual_seed(1))
+            graph.replay() if captured else step(images, labels)
+        ends.append(student[1].weight.detach().cpu())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)

@@ -33,21 +33,25 @@ class PreActBottleneck(nn.Module):
 
 
 class PreActResNet(nn.Module):
-    """A pre-activation ResNet of depth 9n + 2 in three stages of width 16, 32 and 64, times four at their ends."""
+    """A pre-activation ResNet of depth 9n + 2: three stages of width, 2 width and 4 width, times four at their ends."""
 
-    def __init__(self, depth: int = 164, classes: int = 100, dropout: float = 0.1, channels: int = 3) -> None:
+    def __init__(
+        self, depth: int = 164, classes: int = 100, dropout: float = 0.1, channels: int = 3, width: int = 16
+    ) -> None:
         super().__init__()
         blocks, rest = divmod(depth - 2, 9)
         if rest or blocks < 1:
             raise ValueError(f"depth must be 9n + 2 (11, 20, 29, ..., 164), got {depth}")
+        if width < 1:
+            raise ValueError(f"width must be 1 or more, got {width}")
         width_in = 16
         self.conv1 = nn.Conv2d(channels, width_in, 3, padding=1, bias=False)
         self.stages = nn.Sequential()
-        for width, stride in ((16, 1), (32, 2), (64, 2)):
+        for inner, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
             stage = nn.Sequential()
             for i in range(blocks):
-                stage.append(PreActBottleneck(width_in, width, stride if i == 0 else 1, dropout))
-                width_in = 4 * width
+                stage.append(PreActBottleneck(width_in, inner, stride if i == 0 else 1, dropout))
+                width_in = 4 * inner
             self.stages.append(stage)
         self.bn = nn.BatchNorm2d(width_in)
         self.fc = nn.Linear(width_in, classes, bias=False)

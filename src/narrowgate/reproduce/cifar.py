@@ -32,7 +32,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 def is_result(run: Run) -> bool:
     """Whether a run stands beside a row of the paper: full length, all training images, a kind that it has."""
-    return is_whole(run) and not run.steered and run.kind in {row.kind for row in FIGURE_2}
+    return is_whole(run) and not run.steered and not run.taught and run.kind in {row.kind for row in FIGURE_2}
 
 
 def is_whole(run: Run) -> bool:
@@ -88,6 +88,7 @@ def _others(runs: Sequence[Run]) -> Table:
 def _why_apart(run: Run) -> str:
     short = [f"short: {EPOCHS[run.network]} in the paper"] if run.epochs < EPOCHS[run.network] else []
     given = ["given size"] if run.steered else []
+    given += ["taught"] if run.taught else []
     return ", ".join(given + short) or "not in the paper"
 
 

@@ -32,7 +32,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 def row_of(run: Run) -> LeNetRow | None:
     """The row of Table 1 a run belongs to: of the same regulariser, and of the nearest strength; None without one."""
     rows = [row for row in TABLE_1 if row.regulariser == run.kind.regulariser and row.recipe]
-    apart = run.steered or run.augmented or run.kind.scheduled or run.kind.gate != "exp"
+    apart = run.steered or run.augmented or run.taught or run.kind.scheduled or run.kind.gate != "exp"
     if not rows or run.strength is None or apart:
         return None
     strength = run.strength

@@ -63,6 +63,7 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
         "recipe": tables,
         "recipe_digest": result["recipe_digest"],
         **_outcome(result),
+        **({"teacher": result["teacher"]} if result.get("teacher") else {}),
         **_architecture(folder / SMALL / PLAN),
         "events": {row["epoch"]: row["event"] for row in rows if row["event"]},
         "course": {key: [_rounded(row[key], digits) for row in rows] for key, digits in _COLUMNS.items()},

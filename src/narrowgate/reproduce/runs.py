@@ -50,6 +50,8 @@ class Run:
     steered: bool = False
     """Whether the size was given (``budget.target``), not the strength."""
     augmented: bool = False
+    taught: bool = False
+    """Whether another network's answers were learned beside the labels."""
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -109,7 +111,7 @@ def _from_record(name: str, record: Mapping[str, Any]) -> Run:
         data=data,
         network=network,
         kind=kind_of(tables),
-        settings=_settings(tables),
+        settings=", ".join([_settings(tables), *_taught(record)]),
         config=_config(tables),
         seed=record["seed"],
         epochs=record["epochs"],
@@ -125,6 +127,7 @@ def _from_record(name: str, record: Mapping[str, Any]) -> Run:
         curve=record.get("curve"),
         steered=bool(tables["budget"]["target"]),
         augmented=tables["data"]["augment"] != "none",
+        taught="teacher" in record,
     )
 
 
@@ -202,6 +205,15 @@ def _settings(tables: Mapping[str, Mapping[str, Any]]) -> str:
     words += [f"smoothing {tables['train']['label_smoothing']:g}"] if tables["train"]["label_smoothing"] else []
     words += [f"{tables['finish']['finetune_epochs']} fine-tuned"] if tables["finish"]["finetune_epochs"] else []
     return ", ".join(words)
+
+
+def _taught(record: Mapping[str, Any]) -> list[str]:
+    """Who taught a run, if anybody did."""
+    if (teacher := record.get("teacher")) is None:
+        return []
+    options = "".join(f" {key} {value}" for key, value in teacher["model"]["options"].items())
+    size = f"{teacher['parameters'] / 1e6:.1f} M parameters, {100 * teacher['accuracy']:.2f} %"
+    return [f"taught by {teacher['model']['name']}{options} ({size})"]
 
 
 def _value(value: Any) -> str:

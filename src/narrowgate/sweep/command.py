@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ def _run(folder: Path, trials: Sequence[Trial], recipes: dict[str, Recipe], opti
         accelerator, devices = "cuda" if resources.gpus else "cpu", max(1, int(resources.gpus))
         jobs = {
             name: Job(
-                recipe.to_toml(),
+                _anywhere(recipe).to_toml(),
                 str((folder / name).resolve()),
                 _absolute(options.data or recipe.data.path),
                 accelerator,
@@ -142,6 +142,11 @@ def _fetch(recipes: Iterable[Recipe], data: str) -> None:
 
     for part in {(recipe.data.source, recipe.data.path): recipe.data for recipe in recipes}.values():
         load_data(part, data or None, download=True)
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe with a teacher that every worker's process finds."""
+    return replace(recipe, teacher=replace(recipe.teacher, run=_absolute(recipe.teacher.run) or ""))
 
 
 def _absolute(path: str) -> str | None:

@@ -21,12 +21,12 @@ from narrowgate.train.shrink import random_numbers_kept
 
 KINDS = ("params", "flops")
 _BEGIN = 3 / 7  # from when on the smallest gates are closed, as a share of the time to the target
-TOLERANCE = 0.005  # a search ends this near to the target
+_NEAR = 0.005, 0.05  # a search ends this near to the target, as a share of the network and of the target
 BOUNDS = (1e-7, 10.0)  # of the strength
 _RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the strength; it rises fast until gates move
 _LOOKS = (10, 30)  # how often to plan in a run that is as long: while no gates are closed by hand, and while some are
 _MANY = 0.02  # which share of gates closing by themselves calls for a plan at once
-_ROUGH = 0.02  # near enough on the way
+_ROUGH = 0.02, 0.2  # near enough on the way
 # No layer loses more than the other half of its open gates at one look, if the target can be met like that: sizes of
 # gates compare badly between layers, whose weights make up for small gates, and one channel is a bottleneck.
 _SPARED = 0.5
@@ -94,6 +94,7 @@ class Budget:
         round_to: int = 1,
     ) -> None:
         self.kind, self.target = parse_target(target)
+        self._near, self._rough = (min(share, of_target * self.target) for share, of_target in (_NEAR, _ROUGH))
         if epochs < 1:
             raise ValueError(f"epochs must be 1 or above, got {epochs}")
         self.model = model
@@ -133,7 +134,7 @@ class Budget:
     def _check_reach(self, target: str) -> None:
         ranks = self._ranks()
         least = self._left(ranks, ranks.most)
-        if least > self.target + _ROUGH:
+        if least > self.target + self._rough:
             raise ValueError(
                 f"the target {target!r} is out of reach: with one open gate left in each layer, {least:.1%} remain. "
                 "Gate more layers, or raise the target"
@@ -197,23 +198,23 @@ class Budget:
         """See how many gates are open at the target, and close what is due."""
         self.options["training"] = not meet  # to meet the target, count as the final removal will: every zero
         self.left = self._left(ranks, ranks.closed)
-        if not meet and self.left <= self.target + TOLERANCE:
+        if not meet and self.left <= self.target + self._near:
             meet, self.options["training"] = True, False
             self.left = self._left(ranks, ranks.closed)
         if not meet and not self.steer:
             self._open = ranks.count - ranks.closed
             return
         known = {ranks.closed: self.left}
-        closed = self._search(ranks, known, self.target, TOLERANCE if meet else _ROUGH)
+        closed = self._search(ranks, known, self.target, self._near if meet else self._rough)
         self._goal = ranks.count - closed
         if meet:
             ranks, known, closed = self._gently(ranks, known, closed)
             closed = self._come_nearer(ranks, known, closed)
-        elif self.left < (due := self._due(epoch)) + _ROUGH:
+        elif self.left < (due := self._due(epoch)) + self._rough:
             closed = ranks.closed
         else:
             ranks, known = ranks.sparing(_SPARED), {ranks.closed: self.left}
-            closed = self._search(ranks, known, due, _ROUGH)
+            closed = self._search(ranks, known, due, self._rough)
         ranks.close_(closed)
         self.left, self._open = known[closed], ranks.count - closed
         if meet:
@@ -230,10 +231,10 @@ class Budget:
         if closed <= ranks.closed:  # nothing is to be closed
             return ranks, known, closed
         gentle = ranks.sparing(_SPARED)
-        if (least := self._left(gentle, gentle.most)) > self.target + TOLERANCE:
+        if (least := self._left(gentle, gentle.most)) > self.target + self._near:
             return ranks, known, closed
         known = {gentle.closed: self.left, gentle.most: least}
-        return gentle, known, self._search(gentle, known, self.target, TOLERANCE)
+        return gentle, known, self._search(gentle, known, self.target, self._near)
 
     def _search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
         return nearest(lambda closed: self._left(ranks, closed), target, known, ranks.most, tolerance)
@@ -243,7 +244,7 @@ class Budget:
         best, order = closed, ranks.order
         place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
         for _ in range(_TRIES):
-            if abs(known[best] - self.target) <= 2 * TOLERANCE or place >= ranks.most:
+            if abs(known[best] - self.target) <= 2 * self._near or place >= ranks.most:
                 break
             left = self._left(ranks, place + 1)
             if abs(left - self.target) < abs(known[best] - self.target):

@@ -110,6 +110,7 @@ def _finish(training: Training, folder: Path) -> Result:
         recipe_digest=recipe.digest(),
         classes=training.data.classes,
         image_shape=training.data.image_shape,
+        teacher=None if training.teacher is None else training.teacher.about,
     )
     if place.rank == 0:
         save_small(pruned.small, pruned.plan, folder / SMALL)

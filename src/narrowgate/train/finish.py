@@ -62,6 +62,8 @@ class Result:
     classes: int | None = None
     """None in files written before this was kept, as is the next."""
     image_shape: tuple[int, int, int] | None = None
+    teacher: dict[str, Any] | None = None
+    """The network, parameters, accuracy and recipe's digest of what it learned from beside the labels."""
 
     @property
     def pruned(self) -> float:

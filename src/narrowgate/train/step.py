@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from narrowgate.penalties import Penalty
 from narrowgate.train.feed import ArrayFeed, FolderFeed
+from narrowgate.train.teacher import Teacher
 
 _STEPS_BEFORE_CAPTURE = 3
 
@@ -31,6 +32,7 @@ class Step:
     proximal: float | None = None
     """The proximal step's length in learning rates; None adds the penalty to the loss instead."""
     backward: Callable[[Tensor], Any] = torch.Tensor.backward
+    teacher: Teacher | None = None
     _loss: Tensor = field(init=False)
     _hits: Tensor = field(init=False)
 
@@ -44,7 +46,10 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.bf16):
             outputs = self.forward(images)
+            answers = None if self.teacher is None else self.teacher(images)
         loss = F.cross_entropy(outputs.float(), labels, label_smoothing=self.label_smoothing)
+        if self.teacher is not None and answers is not None:
+            loss = self.teacher.mixed(loss, outputs, answers)
         self.backward(loss)
         if self.penalty is not None and self.proximal is None:
             add_gradients_(self.penalty(), self.penalty.gates.parameters())

@@ -26,6 +26,7 @@ from narrowgate.train.recipe import Recipe
 from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
 from narrowgate.train.show import Show
 from narrowgate.train.step import GraphLoop, Loop, Step, count_hits
+from narrowgate.train.teacher import load_teacher
 from narrowgate.train.team import Team
 from narrowgate.train.watch import Watch
 
@@ -64,6 +65,7 @@ class Training:
         self.shrinker = make_shrinker(recipe, self.parts, self.example)
         self.budget = make_budget(recipe, self.parts, self.example)
         self.feed = make_feed(recipe, data, place)
+        self.teacher = load_teacher(recipe.teacher, data.classes, data.image_shape, place.device)
         self.epoch, self.seconds, self.best = 0, 0.0, -1.0
         self._loop: Loop | None = None
         self._watch = Watch(recipe, folder, self.feed.steps)
@@ -155,6 +157,7 @@ class Training:
             label_smoothing=recipe.train.label_smoothing,
             proximal=self._proximal(),
             backward=self.team.fabric.backward,
+            teacher=self.teacher,
         )
         if reason := self._no_graph():
             if device.type == "cuda" and recipe.train.graph == "auto":

@@ -111,6 +111,24 @@ class TrainPart(Part):
 
 
 @dataclass(frozen=True)
+class TeacherPart(Part):
+    TABLE = "teacher"
+    MEANING = "a trained network to learn from as well"
+    run: str = field(
+        default="",
+        metadata=key(
+            Text(), "the folder of a finished run whose network's answers are learned beside the labels; empty: none"
+        ),
+    )
+    share: float = field(
+        default=0.9, metadata=key(Number(above=0, high=1), "its answers' share of the loss; the labels have the rest")
+    )
+    temperature: float = field(
+        default=4.0, metadata=key(Number(above=0), "what the logits of both are divided by before they are compared")
+    )
+
+
+@dataclass(frozen=True)
 class ShrinkPart(Part):
     TABLE = "shrink"
     MEANING = "when dead channels go"
@@ -202,6 +220,7 @@ PARTS: tuple[type[Part], ...] = (
     OptimizerPart,
     LrPart,
     TrainPart,
+    TeacherPart,
     ShrinkPart,
     BudgetPart,
     FinishPart,

@@ -25,6 +25,7 @@ from narrowgate.train.recipe.parts import (
     ModelPart,
     OptimizerPart,
     ShrinkPart,
+    TeacherPart,
     TrainPart,
 )
 from narrowgate.train.recipe.reading import apply_overrides, parts_from, read_text, tables_from
@@ -47,6 +48,7 @@ class Recipe:
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
     lr: LrPart = field(default_factory=LrPart)
     train: TrainPart
+    teacher: TeacherPart = field(default_factory=TeacherPart)
     shrink: ShrinkPart = field(default_factory=ShrinkPart)
     budget: BudgetPart = field(default_factory=BudgetPart)
     finish: FinishPart = field(default_factory=FinishPart)
