@@ -187,6 +187,7 @@ def test_a_relative_penalty_is_the_same_in_a_cuda_graph(proximal):
     """Replays move the gates as eager steps do, with a strength that changes in between."""
     ends = []
     for captured in (False, True):
+        torch.manual_seed(0)
         gates = ng.gates_of(gated_convnet())
         penalty = ng.Penalty(gates, "bounded-l1", 0.1, sigma=0.5, relative=True)
 
