@@ -49,6 +49,31 @@ def test_the_batched_path_is_taken_where_it_can_be(computed_alone):
     assert computed_alone == [model.up]  # its gate is on the second axis of its weight
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_weight_that_the_forward_normalises(replaces):
+    """What was computed ahead is of the weight before that, and is not used."""
+
+    class Normalises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                weight = F.normalize(self.second.weight, dim=1)
+                if replaces:
+                    self.second.weight.data = weight
+                else:
+                    self.second.weight.copy_(weight)
+            return self.head(self.second(torch.relu(self.first(x))))
+
+    model = Normalises()
+    spread_gates_(ng.attach_gates_(model))
+    alone = layer_by_layer(model)
+    x = torch.randn(3, 6)
+    assert_same(model(x), alone(x))
+
+
 @batches
 def test_values_of_gates_on_inputs_are_computed_together(monkeypatch):
     model = small_resnet(where=lambda name, layer: False, inputs=lambda name, layer: "conv" in name)

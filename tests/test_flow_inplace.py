@@ -127,6 +127,19 @@ def test_it_equals_compact():
     assert_same_function(small, model, image())
 
 
+def test_gates_of_a_transposed_depthwise_convolution():
+    up = nn.ConvTranspose2d(8, 8, 2, stride=2, groups=8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), up, nn.Conv2d(8, 4, 1)).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        for gate in gates.modules():
+            gate.g[:3] = 0
+    reference = copy.deepcopy(model)
+    ng.compact_(model, ng.plan(model, image(), training=True))
+    assert model[2].groups == len(model[2].gate.g) == 5
+    assert_same_function(reference, model, image())
+
+
 def test_in_place_without_gates():
     model = settle_(Residual(), image())
     close_(model.conv1, [0, 1])

@@ -68,6 +68,10 @@ POINTWISE = {
     "addcmul": lambda net, x: torch.addcmul(x, x, x, value=0.2),
     "detach": lambda net, x: x + x.detach().clone(),
     "cast": lambda net, x: x.float().double(),
+    "channels_last": lambda net, x: x.contiguous(memory_format=torch.channels_last),
+    "channels_last_cast": lambda net, x: x.to(torch.float32, memory_format=torch.channels_last).double(),
+    "fmod": lambda net, x: x.fmod(0.5) + torch.asinh(x),
+    "logaddexp": lambda net, x: torch.logaddexp(x, 0.5 * x),
 }
 
 
@@ -89,6 +93,8 @@ SPACE = {
     "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
     "bilinear_corners": nn.Upsample(size=(13, 9), mode="bilinear", align_corners=True),
     "bicubic": nn.Upsample(scale_factor=1.5, mode="bicubic"),
+    "nearest_exact": nn.Upsample(scale_factor=1.5, mode="nearest-exact"),
+    "bilinear_antialiased": lambda net, x: F.interpolate(x, (5, 5), mode="bilinear", antialias=True),
     "mean": lambda net, x: x.mean((2, 3), keepdim=True),
     "mean_one_axis": lambda net, x: x.mean(-1, keepdim=True),
     "amax": lambda net, x: x.amax((2, 3), keepdim=True),
@@ -132,6 +138,21 @@ def test_constants_that_a_border_or_a_size_changes(name):
     """A constant is no longer one: it stays unless it is zero, but the zeros go."""
     plan, _ = shrink_all(between(BORDERS[name], nn.Conv2d(6, 4, 1)), image(), also=[image(size=12)])
     assert set(ALIVE) <= set(kept(plan, "conv1.weight"))
+
+
+def test_places_that_another_tensor_tells():
+    """grid_sample: channels pass each by itself, but a constant ends where the image does; places are all read."""
+
+    def middle(net, x):
+        places = net.places(x).movedim(1, -1) * 2
+        fixed = net.grid.expand(len(x), -1, -1, -1)
+        return F.grid_sample(x, places, align_corners=False) + F.grid_sample(x, fixed, align_corners=True)
+
+    grid = torch.rand(1, 8, 8, 2, dtype=torch.float64) * 3 - 1.5
+    model = between(middle, places=nn.Conv2d(6, 2, 1), grid=nn.Buffer(grid))
+    close_(model.places, [1])
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "conv1.weight") == [0, 3, 4, 5] and kept(plan, "places.weight") is None
 
 
 def test_constant_pad_of_the_same_value_keeps_the_constant():
@@ -186,7 +207,6 @@ NORMS = {
     "einsum_of_three": lambda net, x: torch.einsum("bchw,cd,de->behw", x, net.matrix, net.matrix),
     "einsum_over_channels_and_places": lambda net, x: x * torch.einsum("bchw,bchw->b", x, x)[:, None, None, None],
     "einsum_of_channels_with_channels": lambda net, x: x * torch.einsum("bchw,bdhw->bcd", x, x).sum(2)[..., None, None],
-    "grid_sample": lambda net, x: F.grid_sample(x, net.grid.expand(len(x), -1, -1, -1), align_corners=False),
 }
 
 
@@ -194,8 +214,7 @@ NORMS = {
 def test_walls_stay_whole_and_exact(name):
     """Operations across channels: nothing is cut there, and the plan says so."""
     norm = {"group_norm": nn.GroupNorm(2, 6), "rms_norm": nn.RMSNorm(6)}.get(name, nn.LayerNorm(6))
-    grid = torch.rand(1, 5, 5, 2, dtype=torch.float64) * 3 - 1.5
-    model = between(NORMS[name], norm=norm, matrix=nn.Parameter(torch.randn(6, 6)), grid=nn.Buffer(grid))
+    model = between(NORMS[name], norm=norm, matrix=nn.Parameter(torch.randn(6, 6)))
     for vector in model.norm.parameters():
         nn.init.normal_(vector)
     plan, _ = shrink_all(model, image(), removes=None)
@@ -214,9 +233,31 @@ def test_zero_scales_of_a_norm_across_channels_stop_their_channels(norm):
     shrink_all(model, image(), removes=True, aligned_removes=False)
 
 
+COMPUTED = {
+    "layer_norm": lambda net, x: F.layer_norm(x.movedim(1, -1), (6,), net.scale, net.shift + 1).movedim(-1, 1),
+    "layer_norm_beside_channels": lambda net, x: F.layer_norm(x[..., :6], (6,), 1 + net.scale, net.shift * 2),
+    "rms_norm": lambda net, x: F.rms_norm(x.movedim(1, -1), (6,), 1 + net.scale).movedim(-1, 1),
+    "group_norm": lambda net, x: F.group_norm(x, 3, net.scale, net.shift + 1),
+    "instance_norm": lambda net, x: F.instance_norm(x, weight=net.scale, bias=net.shift + 1),
+    "batch_norm": lambda net, x: F.batch_norm(x, None, None, net.scale, net.shift + 1, training=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_norm_whose_scale_or_shift_is_computed(name):
+    """Where its scale is 0 the norm gives its shift, which is none of the numbers at hand."""
+    scale, shift = nn.Parameter(torch.tensor([1.0, 0, 2, 0, 3, 4])), nn.Parameter(torch.randn(6))
+    shrink_all(between(COMPUTED[name], scale=scale, shift=shift), image(), removes=None)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_instance_norm(affine):
     plan, _ = shrink_all(between(nn.InstanceNorm2d(6, affine=affine), nn.Conv2d(6, 4, 3)), image())
+    assert kept(plan, "conv1.weight") == ALIVE
+
+
+def test_instance_norm_as_a_function():
+    plan, _ = shrink_all(between(lambda net, x: F.instance_norm(x), nn.Conv2d(6, 4, 3)), image())
     assert kept(plan, "conv1.weight") == ALIVE
 
 

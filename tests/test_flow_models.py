@@ -1,5 +1,7 @@
 """Whole models with something unusual: raw parameters, odd signatures, heads of training only, attention, walls."""
 
+import types
+
 import pytest
 import torch
 from flow_helpers import Net, close_, count, image, kept, prepare_, settle_, shrink, shrink_all
@@ -189,6 +191,30 @@ def test_lazy_bias_is_not_added_where_forward_ignores_it():
     settle_(model, image())
     close_(model[0], [0, 1])
     shrink_all(model, image(), removes=None)
+
+
+def test_lazy_bias_is_not_added_where_a_replaced_forward_ignores_it():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sigmoid(), nn.Conv2d(6, 4, 3, bias=False))
+    model[2].forward = types.MethodType(lambda self, x: F.conv2d(x, self.weight), model[2])
+    settle_(model, image())
+    close_(model[0], [0, 1])
+    shrink_all(model, image(), removes=None)
+
+
+def test_zeros_pass_a_layer_whose_forward_is_the_users_own():
+    """No bias can be added there, and none has to be."""
+
+    class SamePadding(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(F.pad(x, (0, 1, 0, 1)), self.weight, self.bias, groups=self.groups)
+
+    depthwise = SamePadding(6, 6, 2, groups=6, bias=False)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), depthwise, nn.ReLU(), nn.Conv2d(6, 4, 1))
+    settle_(model, image())
+    close_(model[0], [0, 1])
+    close_(model[0], [2], 0.7)
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "0.weight") == [2, 3, 4, 5] and len(kept(plan, "1.weight")) == 4
 
 
 def test_weight_read_from_outside_its_layer():

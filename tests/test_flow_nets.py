@@ -201,6 +201,19 @@ def test_transposed_convolution(conv2):
         assert len(kept(plan, "conv1.weight")) == 3  # the living and a carrier
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_transposed_depthwise_convolution(bias):
+    """Zero channels go; what the bias makes of them is added behind, and other constants stay."""
+    conv2 = nn.ConvTranspose2d(6, 6, 3, stride=2, padding=1, groups=6, bias=bias)
+    model = net(three, conv2, conv3=nn.Conv2d(6, 3, 1))
+    close_(model.conv1, [1, 2])
+    with torch.no_grad():
+        model.conv2.weight[ALIVE[0]] = 0
+    plan, small = shrink_all(model, image(), also=[image(size=11)])
+    assert {1, 2, ALIVE[0]}.isdisjoint(kept(plan, "conv2.weight"))
+    assert small.conv2.groups == small.conv2.in_channels == small.conv2.out_channels == len(small.conv2.weight)
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 def test_one_and_three_dimensions(dims):
     conv, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")

@@ -1,6 +1,7 @@
 """Ways to be silently wrong: each of these models once was, or nearly was, narrowed to another function."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def trap(body):
 def chain(body):
     """conv1 -> the awkward thing -> conv2, with channels 1 and 2 of conv1 closed and 3 constant."""
     parts = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "kernel": nn.Buffer(torch.rand(1, 1, 3, 3))}
-    model = settle_(Net(body, **parts), image())
+    numbers = {"factor": nn.Buffer(torch.tensor(2.0)), "another": nn.Buffer(torch.tensor(3.0))}
+    model = settle_(Net(body, **parts, **numbers), image())
     close_(model.conv1, [1, 2])
     close_(model.conv1, [3], 0.7)
     return model
@@ -55,6 +57,24 @@ def puts_its_width_in_a_tensor(net, x):
 def puts_its_width_in_a_tensor_like_another(net, x):
     x = net.conv1(x)
     return net.conv2(x * x.new_tensor([1 / x.shape[1]]))
+
+
+@trap
+def puts_its_width_in_a_float_tensor(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * torch.sqrt(torch.FloatTensor([x.shape[1]])))
+
+
+@trap
+def puts_its_width_in_a_new_tensor(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * x.new([x.shape[1]]))
+
+
+@trap
+def is_told_what_to_do_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(F.gelu(x, approximate="tanh" if x.shape[1] > 5 else "none"))
 
 
 @trap
@@ -312,6 +332,29 @@ def products_of_all_pairs(net, x):
     return net.conv2(x[..., None, None])
 
 
+@trap
+def turns_by_a_quarter(net, x):
+    return net.conv2((1j * net.conv1(x)).abs())
+
+
+@trap
+def on_the_unit_circle(net, x):
+    return net.conv2((torch.exp(1j * net.conv1(x)) + 1).abs())
+
+
+@trap
+def chooses_a_parameter_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * (net.factor if x.shape[1] == 6 else net.another))
+
+
+@trap
+def chooses_by_value(net, x):
+    x = net.conv1(x)
+    width = x.shape[1]
+    return net.conv2(x) * torch.cond(x.sum() > 0, lambda y: y * width, lambda y: y / width, (x.new_ones(1),))
+
+
 @pytest.mark.parametrize("body", TRAPS, ids=lambda body: body.__name__)
 def test_same_function(body):
     shrink_all(chain(body), image(), removes=None, also=[image(size=11, batch=3)])
@@ -442,6 +485,45 @@ def test_a_view_that_takes_channels_apart(name):
     parts = {"conv1": nn.Conv2d(3, 16, 3, padding=1), "conv2": nn.Conv2d(16, 8, 3, padding=1)}
     model = settle_(Net(body, **parts), image())
     close_(model.conv1, range(2, 16, 4))
+    shrink_all(model, image(), removes=None)
+
+
+class DividesByItsInputs(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x / x.shape[1])
+
+
+class DividesByItsOutputs(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) / self.out_channels
+
+
+def replaced_forward():
+    layer = nn.Conv2d(6, 5, 1)
+    layer.forward = types.MethodType(lambda self, x: F.conv2d(x, self.weight, self.bias) / self.in_channels, layer)
+    return layer
+
+
+@pytest.mark.parametrize("layer", [DividesByItsInputs(6, 5, 1), DividesByItsOutputs(6, 5, 1), replaced_forward()])
+def test_a_layer_of_the_users_own_that_reads_its_width(layer):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), layer, nn.ReLU(), nn.Conv2d(5, 4, 1))
+    settle_(model, image())
+    close_(model[0], [1, 2])
+    close_(model[2], [0])
+    shrink_all(model, image(), removes=None)
+
+
+def test_an_activation_whose_forward_was_replaced():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1))
+    model[1].forward = lambda x: F.relu(x) * x.shape[1]
+    settle_(model, image())
+    close_(model[0], [1, 2])
+    shrink_all(model, image(), removes=None)
+
+
+def test_a_hook_that_divides_by_its_layers_width():
+    model = chain(lambda net, x: net.conv2(net.conv1(x)))
+    model.conv1.register_forward_hook(lambda layer, args, output: output / layer.out_channels)
     shrink_all(model, image(), removes=None)
 
 

@@ -103,6 +103,27 @@ def test_division_by_a_constant_channel():
     assert kept(plan, "a.weight") == [0, 2, 3, 4, 5]  # 0 / varying is not taken for zero
 
 
+def test_a_shortcut_that_pads_its_channels():
+    """The middle channels are those of both; the outer ones are the branch's alone, and counted in the code."""
+
+    def body(net, x):
+        x = F.relu(net.bn(net.stem(x)))
+        x = net.branch(x) + F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2))
+        return net.head(F.relu(x).mean((2, 3)))
+
+    layers = {"stem": nn.Conv2d(3, 8, 3), "bn": nn.BatchNorm2d(8), "branch": nn.Conv2d(8, 12, 3, 2, padding=1)}
+    model = settle_(Net(body, **layers, head=nn.Linear(12, 4)), image(size=9))
+    with torch.no_grad():
+        model.bn.bias[:4] = 0
+        model.bn.running_mean[:4] = 0
+    close_(model.stem, [0, 1, 2], 0.0)
+    close_(model.branch, [0, 2, 3, 11])
+    plan, _ = shrink_all(model, image(size=9), also=[image(size=12)])
+    assert kept(plan, "stem.weight") == [2, 3, 4, 5, 6, 7]
+    assert kept(plan, "branch.weight") == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert not plan.walls
+
+
 class SqueezeExcite(nn.Module):
     def __init__(self, channels, squeezed):
         super().__init__()

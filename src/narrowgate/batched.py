@@ -126,7 +126,7 @@ def _prepare(layers: dict[str, GatedLayer]) -> None:
         if (
             layer.gate is None
         ):  # columns of different layers can't be stacked; their gates' values come together at least
-            layer.__dict__[PREPARED] = layer.scaled(None, values.of([layer]))
+            layer.__dict__[PREPARED] = layer.scaled(None, values.of([layer])), layer.stamp()
     _prepare_rows({name: layer for name, layer in layers.items() if layer.gate is not None}, values)
 
 
@@ -150,7 +150,7 @@ def _prepare_rows(layers: dict[str, GatedLayer], values: _Values) -> None:
         for (layer, _), piece in zip(members, pieces, strict=True):
             made[id(layer)][key] = _unrows(_aligned(piece), cast(Tensor, layer._parameters[key]))
     for layer in layers.values():
-        layer.__dict__[PREPARED] = (made[id(layer)]["weight"], made[id(layer)].get("bias"))
+        layer.__dict__[PREPARED] = (made[id(layer)]["weight"], made[id(layer)].get("bias")), layer.stamp()
 
 
 def _aligned(piece: Tensor) -> Tensor:

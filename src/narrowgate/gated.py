@@ -18,7 +18,8 @@ from narrowgate.gates import Gate
 
 Effective = tuple[Tensor, Tensor | None]
 PREPARED = "_prepared_by_narrowgate"
-"""Key in a layer's ``__dict__`` for a weight and bias that were computed ahead, together with all other layers'."""
+"""Key in a layer's ``__dict__`` for a weight and bias that were computed ahead, together with all other layers'; and
+the stamp of those they were computed from."""
 
 
 class GatedLayer(nn.Module):
@@ -31,13 +32,18 @@ class GatedLayer(nn.Module):
     def effective(self) -> Effective:
         """Weight and bias with the gates multiplied in: what the layer computes with."""
         if not torch.compiler.is_compiling():
-            prepared: Effective | None = self.__dict__.pop(PREPARED, None)
-            if prepared is not None and self._fits_here(prepared[0]):
-                return prepared
+            prepared: tuple[Effective, object] | None = self.__dict__.pop(PREPARED, None)
+            if prepared is not None and prepared[1] == self.stamp() and self._fits_here(prepared[0][0]):
+                return prepared[0]
         return self.scaled(
             None if self.gate is None else self.gate.value(),
             None if self.gate_in is None else self.gate_in.value(),
         )
+
+    def stamp(self) -> list[object]:
+        """Another one after weight or bias were overwritten, as by a model that normalises a weight in its forward."""
+        tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
+        return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
     def scaled(self, out: Tensor | None, into: Tensor | None) -> Effective:
         """Weight and bias times the given factors of output and input channels."""

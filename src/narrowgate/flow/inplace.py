@@ -89,7 +89,7 @@ def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
         how = plan.cuts.get(f"{name}.weight")
         if not isinstance(layer, GatedLayer) or how is None:
             continue
-        transposed = bool(getattr(layer, "transposed", False))
+        transposed = bool(getattr(layer, "transposed", False)) and getattr(layer, "groups", 1) == 1
         for key, axis in (("gate", int(transposed)), ("gate_in", int(not transposed))):
             gate = layer._modules.get(key)
             if isinstance(gate, Gate) and axis in how.keep and gate.size == how.shape[axis]:

@@ -61,13 +61,35 @@ def convolution(flow: Flow, node: Node) -> None:
 def transposed_convolution(flow: Flow, node: Node) -> None:
     """Its borders overlap fewer kernels, so a non-zero constant never stays one; otherwise like a convolution."""
     names = _parameter_names(flow, node)
-    groups = int(arg(node, 6, "groups", 1))
-    if names is None or groups != 1:
-        wall_rule(flow, node, _why_not(node) if names is None else "it has groups")
+    if names is None:
+        wall_rule(flow, node, _why_not(node))
         return
+    groups = int(arg(node, 6, "groups", 1))
+    weight = flow.tensors[names[0]]
     read = flow.reads(node, node.args[0])
-    axis = len(flow.state(read).shape) - (flow.tensors[names[0]].dim() - 1)
-    _turned(flow, node, names, read, axis, foldable=False)
+    state = flow.state(read)
+    axis = len(state.shape) - (weight.dim() - 1)
+    if groups == 1:
+        _turned(flow, node, names, read, axis, foldable=False)
+    elif state.axis == axis and weight.shape[:2] == (groups, 1):
+        _transposed_depthwise(flow, node, names, read)
+    else:
+        wall_rule(flow, node, "it has groups")
+
+
+def _transposed_depthwise(flow: Flow, node: Node, names: tuple[str, str | None], read: Node) -> None:
+    """Each channel by itself, as in a norm: zero, or a weight of zero, leaves the bias."""
+    weight, bias = names
+    state = flow.state(read)
+    for name in names:
+        if name is not None:
+            flow.tie(state.labels, flow.labels_of(name, 0))
+    known = state.values == 0
+    if flow.closed is None and weight not in flow.numbers.missing:
+        known = known | ~flow.nonzero(weight).any(1)
+    shift = 0.0 if bias is None else flow.tensors[bias].detach().double().cpu().numpy()
+    result = State(shape_of(node), state.axis, state.labels, np.where(known, shift, np.nan))
+    flow.put(node, result, lambda live: flow.mark(read, live & result.varies))
 
 
 def turned_linear(flow: Flow, node: Node) -> None:
@@ -155,7 +177,8 @@ def _editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
         return True
     if not isinstance(owner, (_ConvNd, nn.Linear)) or owner.weight is not flow.tensors[weight]:
         return False
-    return type(owner).forward in _FORWARDS  # one of the user's own may not read the bias that would be added
+    # A forward of the user's own may not read the bias that would be added.
+    return type(owner).forward in _FORWARDS and "forward" not in vars(owner)
 
 
 def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, weight: str, groups: int) -> None:
@@ -196,12 +219,13 @@ def _outputs(
 ) -> Values:
     """Each output channel's constant, or NaN where it varies.
 
-    A layer used twice sees two inputs and has one weight: only its all-zero filters are constant, whatever comes in.
+    A layer used twice sees two inputs and has one weight, and another's bias can't be changed: there, only zeros that
+    come in are known, since they leave nothing to add.
     Padding is decided by rule: a non-zero constant next to a zero border varies, at any image size.
     """
     groups, rows, columns = nonzero.shape
     if shared:
-        inputs = np.full_like(inputs, np.nan)
+        inputs = np.where(inputs == 0, 0.0, np.nan)
     grouped = inputs.reshape(groups, 1, columns)
     varying = np.isnan(grouped)
     if not foldable and (transposed or flow.constants == "exact"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.borders import through
@@ -16,6 +17,8 @@ from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.pooling import like, put_per_channel
 from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import layer_of, op_name
+
+_COMPUTED = "its scale or shift is computed, not a parameter"
 
 
 def batch_norm(flow: Flow, node: Node) -> None:
@@ -43,8 +46,7 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
     """The result of a BatchNorm, or None where it is a wall; couples its four vectors with the channels."""
     state = flow.state(flow.reads(node, node.args[0]))
     names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
-    computed = any(arg(node, i, "") is not None and names[i - 1] is None for i in range(1, 5))
-    if state.axis not in (1, None) or computed:
+    if state.axis not in (1, None) or _computed(flow, node, range(1, 5)):
         wall_rule(flow, node, "its statistics are computed, or its channels are elsewhere")
         return None
     labels = state.labels if state.axis == 1 else np.full(state.shape[1], PINNED)
@@ -71,13 +73,16 @@ def instance_norm(flow: Flow, node: Node) -> None:
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
     names = [_name(flow, arg(node, i, "")) for i in range(1, 5)]
+    if _computed(flow, node, range(1, 5)):
+        wall_rule(flow, node, _COMPUTED)
+        return
     if state.axis != 1 or not arg(node, 5, "use_input_stats"):
         wall_rule(flow, node)
         return
     for name in names:
         if name is not None:
             flow.tie(state.labels, flow.labels_of(name, 0))
-    if not any(names):
+    if not any(names) and isinstance(flow.modules.get(layer_of(node)), _InstanceNorm):
         flow.bare_norms[layer_of(node)] = state.labels
     values = np.where(np.isnan(state.values), np.nan, 0.0)
     values = _affine(values, _scale(flow, names[0], len(values)), _vector(flow, names[1], len(values)))
@@ -92,6 +97,9 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
     layer = op_name(node) in ("layer_norm", "rms_norm")
     axis = len(shape) - 1 if layer else 1
     normalised: Any = node.args[1]
+    if _computed(flow, node, (2, 3)):
+        wall_rule(flow, node, _COMPUTED)
+        return
     if layer and state.axis is not None and state.axis < len(shape) - len(normalised):
         _norm_beside_channels(flow, node, read, state)
         return
@@ -142,6 +150,12 @@ def prelu(flow: Flow, node: Node) -> None:
 
 def _name(flow: Flow, source: Any) -> str | None:
     return flow.graph.tensors.get(source) if isinstance(source, Node) else None
+
+
+def _computed(flow: Flow, node: Node, places: Iterable[int]) -> bool:
+    """Whether one of a norm's vectors is no parameter or buffer of the model itself."""
+    vectors = [arg(node, i, "") for i in places]
+    return any(isinstance(vector, Node) and vector not in flow.graph.tensors for vector in vectors)
 
 
 def _scale(flow: Flow, name: str | None, size: int) -> Values | None:

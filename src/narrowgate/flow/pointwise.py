@@ -22,6 +22,7 @@ POINTWISE = frozenset(
     sigmoid tanh softplus softsign logsigmoid log_sigmoid threshold rrelu_with_noise
     add sub rsub mul div true_divide floor_divide remainder pow maximum minimum fmax fmin atan2 lerp addcmul addcdiv
     neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh
+    asinh acosh atanh fmod hypot logaddexp logit sinc xlogy heaviside copysign float_power sgn
     erf erfc erfinv floor ceil round trunc frac clamp clamp_min clamp_max clip nan_to_num where masked_fill
     eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
     isnan isinf isfinite to _to_copy type_as clone contiguous detach alias lift_fresh_copy lift_fresh positive
@@ -105,7 +106,7 @@ def evaluate(node: Node, known: dict[Node, Values], size: int, final: bool = Tru
         varying = varying | np.isnan(values)
     result = np.full(size, np.nan)
     if not varying.all():
-        # An operation that does not take float64 vectors counts as varying.
+        # An operation that does not take float64 vectors, or gives complex ones, counts as varying.
         with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
             result[:] = _run(node, known)
         result[varying] = np.nan
@@ -127,13 +128,21 @@ def _run(node: Node, known: dict[Node, Values]) -> Values:
         val = source.meta.get("val")
         return tensor.to(val.dtype) if isinstance(val, Tensor) else tensor
 
-    args: Any = map_arg(node.args, as_tensor)
+    args: Any = [_for_vectors(one) for one in map_arg(node.args, as_tensor)]
     kwargs: Any = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)
+    kwargs = {key: _for_vectors(one) for key, one in kwargs.items()}
     target: Any = node.target
     if is_in_place(node):
         args = (args[0].clone(), *args[1:])
     out = target(*args, **kwargs)
+    if out.is_complex():
+        raise TypeError("a complex number is no constant here")
     return np.asarray(out.double().cpu().numpy(), dtype=np.float64)
+
+
+def _for_vectors(argument: Any) -> Any:
+    """An argument as a vector can take it: channels_last is for images, and changes no number."""
+    return torch.contiguous_format if isinstance(argument, torch.memory_format) else argument
 
 
 RULES = dict.fromkeys(POINTWISE, pointwise)

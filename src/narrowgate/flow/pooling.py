@@ -12,7 +12,7 @@ from torch.fx import Node
 from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.pointwise import pointwise
-from narrowgate.flow.state import Mask, State, Values, labelled, unlabelled
+from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, rounded, unlabelled
 from narrowgate.flow.trace import op_name
 
 
@@ -45,21 +45,59 @@ def spatial(flow: Flow, node: Node) -> None:
     put_per_channel(flow, node, read, like(state, shape_of(node), values))
 
 
+def grid_sample(flow: Flow, node: Node) -> None:
+    """Each channel is read at places that another tensor tells; beyond the border is zero, so zero alone stays."""
+    read, grid = (flow.reads(node, source) for source in node.args[:2])
+    state = flow.state(read)
+    if state.axis not in (1, None):
+        wall_rule(flow, node, "its channels are elsewhere")
+        return
+    flow.wall(node, [grid], "its last axis is the places")
+    result = like(state, shape_of(node), np.where(state.values == 0, 0.0, np.nan))
+
+    def backward(live: Mask) -> None:
+        needed = live & result.varies
+        flow.mark(read, needed)
+        flow.mark(grid, bool(needed.any()))
+
+    flow.put(node, result, backward)
+
+
 def pad(flow: Flow, node: Node) -> None:
-    """Padding beside the channel axis; a constant survives if the border has the same value."""
+    """A constant survives if the border has the same value; on the channel axis, more channels stand beside them."""
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
     amounts: Any = node.args[1]
     padded = {len(state.shape) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
     mode = arg(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
     fill = arg(node, 3, "value", 0.0) if op_name(node) == "pad" else arg(node, 2, "value", 0.0)
+    fill = float(rounded(np.array([float(fill or 0.0)]), node.meta["val"].dtype)[0])
+    values = state.values
+    if mode == "constant" and padded - {state.axis}:
+        values = np.where(values == fill, values, np.nan)
     if state.axis in padded:
+        first = 2 * (len(state.shape) - 1 - state.axis)
+        _pad_channels(flow, node, read, values, amounts[first : first + 2], fill, mode == "constant")
+    else:
+        put_per_channel(flow, node, read, like(state, shape_of(node), values))
+
+
+def _pad_channels(
+    flow: Flow, node: Node, read: Node, values: Values, amounts: list[int], fill: float, constant: bool
+) -> None:
+    """Channels of one known number before and behind the others, as in a ResNet's shortcut without weights."""
+    state = flow.state(read)
+    if not constant or min(amounts) < 0 or state.axis is None:
         wall_rule(flow, node, "it pads the channel axis")
         return
-    values = state.values
-    if mode == "constant" and padded:
-        values = np.where(values == float(fill or 0.0), values, np.nan)
-    put_per_channel(flow, node, read, like(state, shape_of(node), values))
+    before, after = amounts
+    labels = np.pad(state.labels, (before, after), constant_values=PINNED)
+    result = labelled(shape_of(node), state.axis, labels, np.pad(values, (before, after), constant_values=fill))
+
+    def backward(live: Mask) -> None:
+        flow.mark(read, (live & result.varies)[before : before + len(values)])
+
+    flow.put(node, result, backward)
 
 
 def extreme(flow: Flow, node: Node) -> None:
@@ -174,10 +212,13 @@ _KEEPS_CONSTANTS = {("max", 0), ("min", 0), ("var_mean", 1), ("std_mean", 1)}
 _POOLING = [f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)]
 _POOLING += [f"{name}_with_indices" for name in _POOLING if name.startswith("max")]
 _RESIZING = "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d".split()
+_NEWER_RESIZING = "nearest_exact1d nearest_exact2d nearest_exact3d bilinear2d_aa bicubic2d_aa".split()
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys(_POOLING, spatial),
     **dict.fromkeys((f"upsample_{name}" for name in _RESIZING), spatial),
+    **dict.fromkeys((f"_upsample_{name}" for name in _NEWER_RESIZING), spatial),
+    **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), grid_sample),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     **dict.fromkeys("mean sum amax amin var std var_mean std_mean".split(), reduction),
     **dict.fromkeys("logsumexp norm linalg_vector_norm".split(), reduction),

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
-from narrowgate.flow.layers import NORM_SWAPS, IndexedNorm
+from narrowgate.flow.layers import NORM_SWAPS, SWAPS, IndexedNorm
 from narrowgate.flow.multihead import Widen
 from narrowgate.flow.splits import kind_of_split, sliced
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
-from narrowgate.flow.unknown import has_numbers
+from narrowgate.flow.unknown import has_numbers, named_tensors
 
 # PyTorch's own layers that keep shapes and make no numbers of them: skipped, which halves the time.
 _SHAPE_KEEPING = (
@@ -39,10 +39,12 @@ _SHAPE_KEEPING = (
     nn.Identity,
 )
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LAYERS = (*SWAPS, *SWAPS.values())
 RESHAPES = ("view", "_unsafe_view", "_reshape_alias", "reshape")
 # Operations whose numbers are sizes, which change with the width: what they make of a tensor is compared instead.
 _SIZED = frozenset([*RESHAPES, "expand", "slice", "split", "split_with_sizes", "new_empty"])
-_FROM_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor])
+_COND = torch.ops.higher_order.cond
+_FROM_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor, Tensor.new])
 
 
 @dataclass(frozen=True)
@@ -73,24 +75,30 @@ def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
 
 def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, device: str) -> list[Event]:
     """What a model without numbers does; ``mixers`` are its layers whose outputs are of interest."""
-    log = _Log()
+    of_layers = {name for mixer in mixers for name in (mixer.weight, mixer.bias)}
+    log = _Log({id(tensor): name for name, tensor in named_tensors(model) if name not in of_layers})
     waiting: dict[str, list[Mixer]] = {}
     for mixer in mixers:
         waiting.setdefault(mixer.layer, []).append(mixer)
     hooks: list[RemovableHandle] = []
+    shortened: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in waiting and not any(module.children()):
-            hooks.append(module.register_forward_pre_hook(log.pause))
-            hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name])))
+            if _is_own(module, _LAYERS):
+                hooks.append(module.register_forward_pre_hook(log.pause))
+            # Ours come next to the layer: what the user's hooks do is no part of it.
+            hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name]), prepend=True))
         elif isinstance(module, Widen):
             hooks += log.without(module)
         elif type(module) in NORM_SWAPS.values():
             hooks += log.without(module)
-            module.forward = _picked_if_it_fits(module, log.called(name))
-        elif type(module) in _SHAPE_KEEPING:
-            module.forward = _same(log.called(name))
-        elif type(module) in _NORMS:
-            module.forward = _same_if_it_fits(module, log.called(name))
+            shortened[module] = _picked_if_it_fits(module, log.called(name))
+        elif _is_own(module, _SHAPE_KEEPING):
+            shortened[module] = _same(log.called(name))
+        elif _is_own(module, _NORMS):
+            shortened[module] = _same_if_it_fits(module, log.called(name))
+    for module, forward in shortened.items():
+        module.forward = forward
     numberless = torch.device("meta") if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with numberless, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,19 +112,24 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
             log.events.append(Event(("output", *map(_shape_or_number, pytree.tree_leaves(output)))))
     for hook in hooks:
         hook.remove()
+    for module in shortened:
+        del module.forward
     return log.events
 
 
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each operation and its numbers, for code like ``x / x.shape[1]`` that makes numbers of widths.
 
-    What happens inside a layer of interest is one event: in the scatter layout it holds index operations too.
+    What happens inside a layer of PyTorch's is one event: in the scatter layout it holds index operations too.
     """
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True  # torch.cond
+
+    def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.paused = False
+        self.names = names  # of tensors beside the layers' own, by id: code may choose one by a width
 
     def pause(self, module: nn.Module, args: Any) -> None:
         self.paused = True
@@ -126,7 +139,10 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def without(self, module: nn.Module) -> list[RemovableHandle]:
         """Hooks on a module whose operations are no part of the model."""
-        return [module.register_forward_pre_hook(self.pause), module.register_forward_hook(self.resume)]
+        return [
+            module.register_forward_pre_hook(self.pause),
+            module.register_forward_hook(self.resume, prepend=True),
+        ]
 
     def called(self, name: str) -> Callable[[], None]:
         """Records that a module ran whose operations are left out."""
@@ -142,13 +158,22 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hook
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _COND:  # without numbers nobody knows which branch is taken: both
+            _, *branches, operands = args
+            with self:
+                results = [branch(*operands) for branch in branches]
+            return results[0]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         # A reshape copies or not as memory lies; that may differ for a width of 1.
         name = "view" if name in RESHAPES else name
         if not self.paused and name != "clone":
             given = (*args, *(kwargs or {}).values())
-            numbers = _expansions(args[0], result) if name == "expand" else list(_numbers(given, name))
+            numbers: list[object] = [*(_expansions(args[0], result) if name == "expand" else _numbers(given, name))]
+            numbers += [self.names[id(one)] for one in given if id(one) in self.names]
+            if name == "lift_fresh" and has_numbers(args[0]):  # torch.FloatTensor([x.shape[1]])
+                with _disable_current_modes():
+                    numbers += args[0].flatten().tolist()
             if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
                 numbers += result.shape
             self.events.append(Event((name, *numbers), None, *_parts(name, args, result)))
@@ -169,9 +194,9 @@ class _Data(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _numbers(given: Iterable[Any], name: str) -> Iterator[int | float]:
-    """The numbers an operation was given, but for sizes."""
-    kinds = (float,) if name in _SIZED else (int, float)
+def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:
+    """The numbers an operation was given, but for sizes, and what else it was told to do."""
+    kinds = (float, str, torch.dtype) if name in _SIZED else (int, float, str, torch.dtype)
     if name == "convolution":
         *given, _ = given  # as many groups as channels, for a depthwise one
     for one in given:
@@ -210,6 +235,11 @@ def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[in
         which = range(*slice(start, end, step).indices(size))
         return sliced(tuple(result.shape), which.start, size == len(which)), (size, which)
     return (), None
+
+
+def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module runs the forward of one of these classes, not one of the user's."""
+    return type(module) in kinds and "forward" not in vars(module)
 
 
 def _same(called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
