@@ -193,3 +193,9 @@ class TestStart:
         assert gates.skipped == {"0": "its scale is frozen (requires_grad=False)"}
         with pytest.raises(ValueError, match="Left out: 0: its scale is frozen"):
             ng.attach_gates_(model, "linear", where=named("0"))
+
+
+@pytest.mark.parametrize("model", [None, LeNet5, [nn.Linear(2, 2)]])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"attach_gates_ needs a model, an nn\.Module that was built, got"):
+        ng.attach_gates_(model)

@@ -261,7 +261,8 @@ def test_without_steering_the_target_is_met_in_time_all_the_same():
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10, steer=False, arrive=0.5)
     for epoch in range(4):
         assert budget.step(epoch) == 1e-3
-    assert budget.step(4) == 0
+    with pytest.warns(UserWarning, match=r"the target is 40.0%, so \d+ of 120 open gates are closed at"):
+        assert budget.step(4) == 0
     assert left(model, "params") == pytest.approx(0.4, abs=0.02)
 
 
@@ -394,6 +395,38 @@ def test_targets_out_of_reach_and_wrong_runs_are_named():
     with pytest.raises(ValueError, match="epochs"):
         Budget("params: 90%", model, EXAMPLE, penalty, 0)
     assert gates.closed_fraction() == 0  # trying left no trace
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layout": "aligend"}, "unknown layout 'aligend'; choose one of aligned"),
+        ({"constants": "exakt"}, "unknown constants 'exakt'; choose one of exact"),
+        ({"round_to": 0}, "round_to must be a whole number, 1 or above"),
+        ({"threshold": math.nan}, "threshold must be a finite number, 0 or above"),
+    ],
+)
+def test_wrong_options_are_named_at_once(options, match):
+    model, gates = gated()
+    with pytest.raises(ValueError, match=match):
+        Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10, **options)
+
+
+def test_a_state_of_something_else_is_refused_before_it_is_taken():
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)
+    before = budget.state_dict()
+    with pytest.raises(ValueError, match=r"not the state of a Budget; give what budget\.state_dict\(\) returned"):
+        budget.load_state_dict({"strength": 1.0})
+    with pytest.raises(ValueError, match="the gates of 1 layers, this one has"):
+        budget.load_state_dict({**before, "strength": 1.0, "before": before["before"][:1]})
+    assert budget.state_dict() == before
+
+
+def test_gates_of_another_model_are_refused():
+    model, gates = gated()
+    with pytest.raises(ValueError, match=r"the penalty's gates, such as '1', are not those of this Simple"):
+        Budget("params: 40%", copy.deepcopy(model), EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)
 
 
 def test_gates_that_are_not_numbers_are_named():

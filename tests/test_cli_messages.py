@@ -99,6 +99,8 @@ def test_completion_can_be_installed():
         (("measure", "lenet5", "--zero", "0.5", "--devices", "tpu"), "unknown device 'tpu'"),
         (("inspect", "lenet5", "--image-shape", "28"), "'28' is not channels, height and width, such as 3,224,224"),
         (("export", "lenet5", "--out", "model.bin"), "model.bin does not end in .onnx or .pt2: add --format"),
+        (("measure", "lenet5", "--zero", "0.5", "--devices", ""), "no device is given"),
+        (("measure", "lenet5", "--zero", "0.5", "--json", "."), ". is a folder; give the name of a file"),
         (("export", "lenet5"), "Missing option '--out'"),
     ],
 )
@@ -114,6 +116,7 @@ def test_wrong_usage_ends_with_2_and_says_what_would_do(arguments, message):
         (("inspect", "lenet5", "--image-shape", "3,32,32"), "lenet5 takes images of 1x28x28"),
         (("export", "torchvision/resnet19", "--out", "x.onnx"), "torchvision has no image classifier 'resnet19'"),
         (("measure", "no.such.module:make", "--image-shape", "1,8,8"), "can't be imported"),
+        (("inspect", "narrowgate.models:LeNet5", "--image-shape", "3,28,28"), "to have 1 channels, but got 3"),
     ],
 )
 def test_failures_end_with_1_in_one_line(arguments, message):

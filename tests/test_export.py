@@ -139,6 +139,7 @@ def test_a_network_for_one_batch_size_is_refused(tmp_path):
         (EXAMPLE, "model.onnx", "onxx", "unknown format 'onxx'; choose one of onnx, torch"),
         ((EXAMPLE,), "model.onnx", "onnx", "one tensor"),
         (torch.rand(3), "model.onnx", "onnx", "first axis is the batch"),
+        (EXAMPLE[:0], "model.onnx", "onnx", "one sample or more"),
         (EXAMPLE, "", "torch", r"is a folder; give the name of a file, such as .*model\.pt2"),
     ],
 )
@@ -152,3 +153,10 @@ def test_without_onnx_nothing_is_written(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as stopped:
         export(Residual(), EXAMPLE, tmp_path / "model.onnx")
     assert stopped.value.name in ("onnx", "onnxruntime", "onnxscript") and not list(tmp_path.iterdir())
+
+
+def test_what_onnx_runtime_cannot_run_is_said_in_a_line(tmp_path):
+    skip_without("onnx")
+    with pytest.raises(ExportError, match=r"ONNX Runtime can't run the file: .*model\.float\(\)"):
+        export(Residual().bfloat16(), EXAMPLE.bfloat16(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

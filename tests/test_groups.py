@@ -234,6 +234,10 @@ class TestListed:
         [
             ({}, ValueError, "lists no group"),
             ({"a": []}, ValueError, "group 'a' is empty"),
+            ({"a": [("0.weight", 1, [])]}, ValueError, "group 'a' is empty"),
+            ({"a": None}, TypeError, r"group 'a' is None; give a list of \(parameter name, axis, positions\)"),
+            ({"a": [("0.weight", 1, [1.5])]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
+            ({"a": [(0, 1, [1])]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
             ({"a": [("0.weight", 0)]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
             ({"a": [("9.weight", 0, [0])]}, ValueError, "has no '9.weight'"),
             ({"a": [("0.scale", 0, [0])]}, ValueError, "has no parameter '0.scale'"),
@@ -267,6 +271,8 @@ class TestChoices:
             ng.attach_gates_(vit(), groups="head")
         with pytest.raises(ValueError, match="unknown groups ''"):
             ng.attach_gates_(vit(), groups=())
+        with pytest.raises(ValueError, match="unknown groups None; choose from channels"):
+            ng.attach_gates_(vit(), groups=None)
 
     def test_linear_gates_are_for_channels(self):
         with pytest.raises(ValueError, match="linear gates are BatchNorm scales: groups"):

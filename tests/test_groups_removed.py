@@ -11,6 +11,7 @@ import torch
 import torchvision
 from group_networks import HEADS, MLP, TRANSFORMERS, WIDTH, gated, output, vit
 from helpers import assert_same
+from torch import nn
 from torch.nn import functional as F
 
 import narrowgate as ng
@@ -139,6 +140,29 @@ def test_training_closes_groups_and_a_shrinker_removes_them(dtype, tmp_path):
     assert_same(output(small, x), output(model, x), rtol=0, atol=TOLERANCE[dtype])
     ng.save(small, compose(shrinker.plan, plan), tmp_path / "small")
     assert_same(output(ng.load(tmp_path / "small", vit).eval(), x), output(small, x))
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.AdamW])
+def test_momentum_does_not_open_what_is_gone(make):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(8, 3)
+    listed = {i: [("0.weight", 0, [2 * i, 2 * i + 1]), ("0.bias", 0, [2 * i, 2 * i + 1])] for i in range(3)}
+    gates = ng.attach_gates_(model, groups={f"pair {i}": slices for i, slices in listed.items()})
+    penalty, optimizer = ng.Penalty(gates, "l1", 0.1), make(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        (model(x).square().mean() + penalty()).backward()
+        optimizer.step()
+
+    step()
+    gates["groups"].close_(torch.tensor([False, True, False]))
+    shrinker = ng.Shrinker(model, x, optimizer)
+    assert shrinker.shrink(0) is not None and model[0].out_features == 4
+    step()
+    step()
+    assert gates["groups"].g[1] == 0 and gates["groups"].g.count_nonzero() == 2
+    assert shrinker.closed_fraction() == gates.closed_fraction() == pytest.approx(1 / 3)
 
 
 def test_a_resumed_run_gets_its_views_back():

@@ -111,6 +111,10 @@ def test_settings_are_checked():
         Settings(strength=1.0, shrink="never")
     with pytest.raises(ValueError, match="params: 30%"):
         Settings(budget="half")
+    with pytest.raises(ValueError, match="unknown layout 'scater'"):  # now, not when the run is over
+        Settings(strength=1.0, layout="scater")
+    with pytest.raises(ValueError, match="threshold"):
+        Settings(strength=1.0, threshold=-1.0)
     with pytest.raises(ValueError, match="no proximal step"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         ng.attach_gates_(model, "hard-concrete")
@@ -146,6 +150,10 @@ def test_the_optimizers_order_is_named_and_restored():
     assert names_in_groups(fresh, model) == order
     with pytest.raises(ValueError, match="other parameters or groups"):
         reorder_(fresh, model, order[:1])
+    named = torch.optim.SGD([{"params": list(model.named_parameters())}], 0.1)
+    names = [name for name, _ in model.named_parameters()][::-1]
+    reorder_(named, model, [names])
+    assert named.param_groups[0]["param_names"] == names_in_groups(named, model)[0] == names
     with pytest.raises(ValueError, match="not in Linear"):
         names_in_groups(fresh, nn.Linear(1, 1))
 
@@ -230,6 +238,16 @@ def test_lightning_gives_a_network_that_can_be_saved(lightning, tmp_path):
 
     again = ng.load(tmp_path / "small", build).eval()
     assert torch.equal(again(EXAMPLE), narrow.result.small.eval()(EXAMPLE))
+
+
+def test_lightning_gives_a_compiled_network_under_its_own_names(lightning, tmp_path):
+    model, narrow = module(lightning), callback(ALIKE["penalty"])
+    model.net = torch.compile(model.net, backend="eager")
+    trainer(lightning, narrow).fit(model, batches())
+    narrow.result.save(tmp_path / "small")
+    loaded = ng.load(tmp_path / "small", lambda: ng.merge_gates_(network())).eval()
+    assert size(loaded) < 0.85 * size(network())
+    assert torch.equal(loaded(EXAMPLE), narrow.result.small.eval()(EXAMPLE))
 
 
 def test_without_penalty_and_closed_gates_lightning_removes_nothing(lightning):
@@ -339,6 +357,15 @@ def test_lightning_mistakes_are_named(lightning):
         fit(module(lightning, optimizer=lambda m: torch.optim.SGD([m.net[0].weight], 0.1)), callback(penalty))
     with pytest.raises(ValueError, match="max_epochs"):
         fit(module(lightning), callback(ALIKE["budget"]), epochs=-1, max_steps=2)
+    with pytest.raises(ValueError, match=r"StochasticWeightAveraging keeps a copy .* Settings\(shrink='end'\)"):
+        fit(module(lightning), callback(penalty), lightning.callbacks.StochasticWeightAveraging(0.1))
+
+
+def test_a_run_that_ends_before_its_budget_is_met_says_so(lightning):
+    narrow = callback(ALIKE["budget"])
+    with pytest.warns(UserWarning, match=r"training ended before the budget '.*' was met: after 1 of 100 epochs"):
+        trainer(lightning, narrow, epochs=100, max_steps=2).fit(module(lightning), batches())
+    assert narrow.result is not None
 
 
 # Hugging Face
@@ -415,6 +442,9 @@ def test_hugging_face_mistakes_are_named(transformers, tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     state = json.loads((tmp_path / "checkpoint-5" / "narrowgate.json").read_text())
     assert state["epochs"] == 1
+    (tmp_path / "checkpoint-5" / "narrowgate.json").write_text('{"shrinker"')
+    with pytest.raises(ValueError, match=r"narrowgate\.json is damaged .*; go back to the checkpoint before"):
+        narrow.resume_(again, tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-5" / "narrowgate.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"narrowgate\.json is missing"):
         narrow.resume_(again, tmp_path / "checkpoint-5")

@@ -146,12 +146,22 @@ def test_json_round_trip():
         ({"precision": "8"}, "unknown precision '8'"),
         ({"batches": (0,)}, "batch sizes must be 1 or above, got 0"),
         ({"batches": ()}, "got none"),
+        ({"devices": ()}, "no device is given"),
+        ({"modes": ()}, "no mode is given"),
         ({"rounds": 1}, "at least 2 rounds"),
     ],
 )
 def test_wrong_choices_are_refused_by_name(options, message):
     with pytest.raises(ChoiceError, match=message):
         latency(Sleepy(0), Sleepy(0), EXAMPLE, **options)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"), [((EXAMPLE,), "got a tuple"), ({"x": EXAMPLE}, "got a dict"), (EXAMPLE[:0], "got shape")]
+)
+def test_an_example_that_is_not_one_tensor_is_refused(example, message):
+    with pytest.raises(ChoiceError, match=message):
+        latency(Sleepy(0), Sleepy(0), example, devices=("cpu",), modes=("eager",))
 
 
 def test_no_gpu_is_said_for_every_mode(monkeypatch):
@@ -166,6 +176,28 @@ def test_missing_onnx_is_named_with_its_remedy(monkeypatch):
     found = latency(Sleepy(0), Sleepy(0), EXAMPLE, devices=("cpu",), modes=("onnx", "eager"), batches=(1,), rounds=2)
     assert [t.mode for t in found.timings] == ["eager"]
     assert found.missing == (Missing("cpu", "onnx", 'onnxruntime is not installed: pip install "narrowgate[export]"'),)
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_what_the_exporter_lacks_costs_only_its_mode(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    found = latency(Sleepy(0), Sleepy(0), EXAMPLE, devices=("cpu",), modes=("eager", "onnx"), batches=(1,), rounds=2)
+    assert [t.mode for t in found.timings] == ["eager"] and "narrowgate[export]" in found.missing[0].why
+
+
+def test_a_network_that_cannot_be_exported_is_timed_in_the_other_modes():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    found = latency(
+        Branching(4, 3), Branching(4, 2), EXAMPLE, devices=("cpu",), modes=("eager", "onnx"), batches=(1,), rounds=2
+    )
+    assert [t.mode for t in found.timings] == ["eager"]
+    assert [m.mode for m in found.missing] == ["onnx"] and "can't trace Branching" in found.missing[0].why
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,10 @@ def test_other_mistakes_are_named(tmp_path):
         Checkpoint(tmp_path / "nothing")
     with pytest.raises(StorageError, match="holds no safetensors"):
         Checkpoint(tmp_path)
-    sharded(model, tmp_path / "big")
+    big, cut_off = sharded(model, tmp_path / "big"), tmp_path / "big/model-1.safetensors"
+    cut_off.write_bytes(cut_off.read_bytes()[:-8])
+    with pytest.raises(StorageError, match=r"can't be read from .*model-1\.safetensors: .*; copy the file again"):
+        dict(big)
     (tmp_path / "big/model-1.safetensors").unlink()
     with pytest.raises(StorageError, match=r"lacks model-1\.safetensors"):
         Checkpoint(tmp_path / "big")

@@ -25,6 +25,19 @@ def test_a_proximal_step_is_a_soft_threshold():
     assert parameters_of(gates).tolist() == pytest.approx([-1.5 / 1.05, 0.02 / 1.05], rel=1e-7)
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_frozen_gate_stays_as_it_does_under_a_penalty_in_the_loss(relative):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    gates = ng.attach_gates_(model)
+    gates["0"].g.requires_grad_(False)
+    with torch.no_grad():
+        for g in gates.parameters():
+            g.copy_(torch.linspace(0.2, 1.0, len(g)))
+    before = [g.detach().clone() for g in gates.parameters()]
+    ng.Penalty(gates, "l1", 0.5, relative=relative).proximal_(0.1)
+    assert torch.equal(gates["0"].g, before[0]) and not torch.equal(gates["2"].g, before[1])
+
+
 OPTIMIZERS = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05), 0.05),
     "SGD with momentum": (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 0.1),

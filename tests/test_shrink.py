@@ -304,12 +304,54 @@ def test_restoring_needs_a_fresh_model_and_a_fresh_optimizer():
         ({"share": 1.5}, "share"),
         ({"constants": "no"}, "exact"),
         ({"round_to": 0}, "round_to"),
+        ({"round_to": 2.5}, "round_to must be a whole number"),
     ],
 )
 def test_wrong_options_are_named(options, match):
     model, _ = gated()
     with pytest.raises(ValueError, match=match):
         Shrinker(model, image(), **options)
+
+
+def test_an_optimizer_that_has_state_from_the_start_is_fresh():
+    _, shrinker, _ = run(6)
+    model, _ = gated()
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.01)
+    assert optimizer.state  # made by its constructor
+    other = Shrinker(model, image(), optimizer)
+    other.load_state_dict(shrinker.state_dict())
+    for group in optimizer.param_groups:
+        assert all(optimizer.state[p]["sum"].shape == p.shape for p in group["params"] if p in optimizer.state)
+    train(model, optimizer, data(1))
+
+
+def test_a_compiled_model_is_cut_under_its_own_names(tmp_path):
+    model, gates = gated()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), 0.01, momentum=0.9)
+    close_(gates)
+    shrinker = Shrinker(compiled, image(), optimizer)
+    assert shrinker.shrink(0) is not None and "stem.weight" in shrinker.plan.cuts
+    train(compiled, optimizer, data(2))
+    last = ng.plan(model, image())
+    small = ng.compact(model, last)
+    ng.save(small, compose(shrinker.plan, last), tmp_path / "small")
+    assert_same_function(model.eval(), ng.load(tmp_path / "small", build).eval(), image())
+    other, _ = gated()
+    Shrinker(other, image()).load_state_dict(shrinker.state_dict())
+    assert count(other) == count(model)
+
+
+def test_a_state_of_something_else_is_refused():
+    model, _ = gated()
+    with pytest.raises(ValueError, match=r"not the state of a Shrinker; give what shrinker\.state_dict\(\) returned"):
+        Shrinker(model, image()).load_state_dict({"seen": 3})
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, _ = gated()
+    with pytest.raises(ValueError, match=r"SGD holds no parameter of this Net.*model\.parameters\(\)"):
+        Shrinker(model, image(), torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1))
 
 
 def test_a_model_without_gates_and_a_wrapped_one_are_refused():

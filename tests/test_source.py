@@ -132,6 +132,52 @@ def test_a_function_of_ones_own_makes_the_network(tmp_path, monkeypatch):
         open_source("nowhere:make", image_shape=(1, 28, 28))
 
 
+_ODD = """import torch
+from torch import nn
+from narrowgate.models import LeNet5
+
+made = LeNet5()
+sized = lambda size: LeNet5()
+nothing = lambda: None
+lazy = lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+def meta():
+    with torch.device("meta"):
+        return LeNet5()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("made", "is a LeNet5; it must be a function that makes the network"),
+        ("sized", r"can't be called without arguments \(missing a required argument: 'size'\)"),
+        ("nothing", "returned a NoneType; it must return the network"),
+        ("lazy", "'1.weight' of odd_networks:lazy has no shape yet; run the network on an example"),
+        ("meta", "'conv1.weight' of odd_networks:meta is on the meta device"),
+    ],
+)
+def test_a_function_that_makes_no_network_is_named(tmp_path, monkeypatch, name, message):
+    (tmp_path / "odd_networks.py").write_text(_ODD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=message):
+        open_source(f"odd_networks:{name}", image_shape=(1, 28, 28))
+
+
+def test_a_module_with_a_mistake_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "mistaken_networks.py").write_text("def make(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=r"can't be imported: .*mistaken_networks\.py, line 1"):
+        open_source("mistaken_networks:make", image_shape=(1, 28, 28))
+
+
+def test_an_interrupted_save_of_a_run_is_found(tmp_path):
+    run_folder(tmp_path / "run")
+    (tmp_path / "run" / "small").rename(tmp_path / "run" / ".small.previous")
+    with pytest.warns(UserWarning, match="was interrupted"):
+        source = open_source(str(tmp_path / "run"))
+    assert source.small.conv1.out_channels == 10
+
+
 def test_what_is_nothing_is_said_to_be_nothing(tmp_path):
     with pytest.raises(SourceError, match=r"no folder runs/first, and networks are called lenet5, .*torchvision/NAME"):
         open_source("runs/first")

@@ -13,7 +13,7 @@ from helpers import ConvNet, assert_same, images
 from torch import nn
 
 import narrowgate as ng
-from narrowgate import atomic
+from narrowgate import atomic, streamed
 from narrowgate.storage import StorageError, load, save
 
 
@@ -366,6 +366,23 @@ def test_builders_of_the_wrong_kind(tmp_path):
     ):
         with pytest.raises(StorageError, match=message):
             load(tmp_path / "small", builder)
+        if builder is not without_numbers:
+            with pytest.raises(StorageError, match=message):
+                streamed.load(tmp_path / "small", builder)
+
+
+def test_a_compiled_model_is_not_saved_under_its_wrappers_names(tmp_path):
+    compiled = torch.compile(ConvNet(), backend="eager")
+    plan = ng.plan(compiled, images())
+    with pytest.raises(StorageError, match=r"wrapped by torch\.compile.*plan and compact the model that was compiled"):
+        save(ng.compact(compiled, plan), plan, tmp_path / "small")
+
+
+def test_the_folder_in_which_the_process_works_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match="is the folder in which this process works"):
+        saved(Path())
+    assert Path.cwd() == tmp_path.resolve()
 
 
 def test_builders_of_another_model(tmp_path):
@@ -406,3 +423,11 @@ def test_builders_that_tie_other_weights(tmp_path):
     save(ng.compact(untied(), plan), plan, tmp_path / "untied")
     with pytest.raises(StorageError, match="builder has to tie the same weights"):
         load(tmp_path / "untied", Tied)
+
+
+def test_a_file_is_not_written_over_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as refused:
+        atomic.replace_file(tmp_path / "folder", b"")
+    assert refused.value.filename == str(tmp_path / "folder")  # and not the new file's name
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -38,6 +39,8 @@ def replace_folder(target: Path, files: Mapping[str, bytes]) -> None:
 
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file beside ``target`` and put it in its place; an error leaves the old one."""
+    if target.is_dir():  # the system would name the new file
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         write_new(new, content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ def attach_gates_(
             whose BatchNorm is untouched (scale 1, shift 0) starts at 0.5, a trained one is left alone.
         keep_function: divide the weights by the gates' first values, so that a trained model computes what it did.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach_gates_ needs a model, an nn.Module that was built, got {model!r}")
     _check_choices(kind, placement, where=where, inputs=inputs, blocks=blocks)
     if kind == "linear":
         if inputs or blocks or placement == "after-norm" or keep_function or last or groups != "channels":
@@ -196,7 +198,7 @@ def _group_names(groups: str | Sequence[str] | Listed) -> tuple[str, ...]:
     """The kinds of groups that were asked for by name; none for groups of the user's own."""
     if isinstance(groups, Mapping):
         return ()
-    names = (groups,) if isinstance(groups, str) else tuple(groups)
+    names = tuple(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else (groups,)
     for name in names or ("",):
         if name not in NAMES:
             raise ValueError(

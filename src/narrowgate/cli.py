@@ -81,7 +81,7 @@ def build_app() -> "typer.Typer":
 
     @app.command()
     def train(
-        recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has one for each row of the paper.")],
+        recipe: Annotated[Path, typer.Argument(help="A TOML file, such as recipes/digits-small.toml.")],
         data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
         out: Annotated[
             Path | None,
@@ -96,12 +96,14 @@ def build_app() -> "typer.Typer":
         ] = False,
         download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data.")] = False,
         accelerator: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or auto.")] = "auto",
-        devices: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on each machine.")] = 1,
-        num_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+        devices: Annotated[
+            int, typer.Option(min=1, metavar="N", help="Processes on each machine; each takes train.batch images.")
+        ] = 1,
+        num_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="How many machines.")] = 1,
     ) -> None:
         """Train, prune, verify and save the network that a recipe describes.
 
-        A run that was killed goes on with --resume.
+        Logs, checkpoints and the small network go to one folder. A run that was killed goes on with --resume.
         """
         from narrowgate.train.engine import run
         from narrowgate.train.recipe import Recipe
@@ -191,8 +193,10 @@ def build_app() -> "typer.Typer":
             typer.Argument(help="Which tables, or the figures."),
         ] = "all",
         results: Annotated[Path, typer.Option(metavar="FOLDER", help="The result files.")] = Path("results"),
-        out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the figures go.")] = None,
-        write: Annotated[Path | None, typer.Option(metavar="FILE", help="A page to put the tables into.")] = None,
+        out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the figures here.")] = None,
+        write: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Put the tables between the markers of this page.")
+        ] = None,
     ) -> None:
         """Show the paper's tables with our own runs beside its numbers, and draw its figures.
 
@@ -205,7 +209,8 @@ def build_app() -> "typer.Typer":
     @app.command()
     def report(
         runs: Annotated[
-            list[Path], typer.Argument(metavar="RUN", help="Folders of runs, finished or not, or files of record.")
+            list[Path],
+            typer.Argument(metavar="RUN", help="Folders of runs, finished or not, or files that record wrote."),
         ],
         out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
     ) -> None:

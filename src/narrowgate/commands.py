@@ -12,7 +12,7 @@ _MODEL = "For a saved network: what it was at full size, a name as above."
 # As narrowgate.models has them; written here again because a shell asks at each press of TAB, and torch takes a second.
 NAMES = ("lenet5", "resnet164", "resnet", "densenet40", "mobilenetv2", "torchvision/", "timm/")
 _CLASSES = "Outputs of the network, where neither folder nor name tells."
-_SHAPE = "Channels, height and width of its images, likewise."
+_SHAPE = "Channels, height and width of its images, where neither tells."
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -53,22 +53,27 @@ def add_commands(app: "typer.Typer") -> None:
                 min=0,
                 max=0.99,
                 metavar="SHARE",
-                help="For a name: time it without this share of each layer's channels.",
+                help="For a name: time it against a copy without this share of each layer's channels.",
             ),
         ] = None,
-        layout: Annotated[Literal["aligned", "scatter", "auto"], typer.Option(help="With --zero.")] = "aligned",
+        layout: Annotated[
+            Literal["aligned", "scatter", "auto"], typer.Option(help="With --zero: the copy's layout.")
+        ] = "aligned",
         round_to: Annotated[int, typer.Option(min=1, metavar="N", help="With --zero: widths in multiples of N.")] = 1,
-        devices: Annotated[str, typer.Option(metavar="LIST", help="Of cpu and cuda.")] = "cpu,cuda",
+        devices: Annotated[str, typer.Option(metavar="LIST", help="Where to time.")] = "cpu,cuda",
         modes: Annotated[
             str,
-            typer.Option(metavar="LIST", help="Of eager, compiled, onnx (CPU), graph (GPU).", show_default="all"),
+            typer.Option(metavar="LIST", help="Some of eager, compiled, onnx (CPU), graph (GPU).", show_default="all"),
         ] = "",
         batches: Annotated[str, typer.Option(metavar="LIST", help="Batch sizes.")] = "1,8,64",
         precision: Annotated[
-            Literal["32", "bf16"] | None, typer.Option(help="Numbers.", show_default="32 on a CPU, bf16 on a GPU")
+            Literal["32", "bf16"] | None,
+            typer.Option(help="float32, or bfloat16.", show_default="32 on a CPU, bf16 on a GPU"),
         ] = None,
-        rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Each runs both networks.")] = 30,
-        seconds: Annotated[float, typer.Option(min=0, metavar="X", help="At most, by mode and batch size.")] = 5.0,
+        rounds: Annotated[int, typer.Option(min=2, metavar="N", help="At most; each runs both networks.")] = 30,
+        seconds: Annotated[
+            float, typer.Option(min=0, metavar="X", help="At most, for each mode and batch size.")
+        ] = 5.0,
         json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers too.")] = None,
     ) -> None:
         """Time a network before and after pruning, in turns, and say where the smaller one is not faster.
@@ -82,8 +87,10 @@ def add_commands(app: "typer.Typer") -> None:
         from narrowgate.printing import print_latency
 
         sizes = _numbers(batches, "--batches")
-        if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+        if json is not None:  # now, not after minutes of measuring
+            if json.is_dir():
+                raise typer.BadParameter(f"{json} is a folder; give the name of a file", param_hint="--json")
+            json.parent.mkdir(parents=True, exist_ok=True)
         source = _open(what, model, classes, image_shape)
         if zero is not None:
             source = source.zeroed(zero, layout=layout, round_to=round_to)
@@ -99,7 +106,7 @@ def add_commands(app: "typer.Typer") -> None:
                 source.small,
                 source.example(),
                 devices=_words(devices),
-                modes=_words(modes) or None,
+                modes=_words(modes) if modes else None,
                 batches=sizes,
                 precision=precision,
                 rounds=rounds,
@@ -123,7 +130,10 @@ def add_commands(app: "typer.Typer") -> None:
         classes: Classes = None,
         image_shape: ImageShape = "",
     ) -> None:
-        """Write the small network of a run, or any network, for somewhere else, and check the file by running it."""
+        """Write a run's small network, or any other, as ONNX or for torch.export, and check the file by running it.
+
+        The batch size stays free, the image size is fixed.
+        """
         chosen = format or {".onnx": "onnx", ".pt2": "torch"}.get(out.suffix)
         if chosen is None:
             raise typer.BadParameter(

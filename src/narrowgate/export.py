@@ -47,8 +47,8 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
     """
     if format not in SUFFIXES:
         raise ExportError(f"unknown format {format!r}; choose one of {', '.join(SUFFIXES)}")
-    if not isinstance(example, Tensor) or example.dim() < 2:
-        raise ExportError("the example must be one tensor whose first axis is the batch")
+    if not isinstance(example, Tensor) or example.dim() < 2 or not len(example):
+        raise ExportError("the example must be one tensor whose first axis is the batch, of one sample or more")
     target = Path(path)
     if target.is_dir():
         raise ExportError(
@@ -154,7 +154,13 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Any]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(
+            f"ONNX Runtime can't run the file: {_first_line(error)}. If the network is not in float32, convert it with "
+            "model.float()"
+        ) from error
     name = session.get_inputs()[0].name
 
     def run(x: Tensor) -> list[Tensor]:

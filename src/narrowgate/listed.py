@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Literal
 
 from torch import Tensor, nn
@@ -26,20 +27,27 @@ def listed_groups(model: nn.Module, groups: Listed) -> Family:
         raise ValueError("groups= lists no group; give each a name and a list of (parameter name, axis, positions)")
     sides: Sides = {}
     for number, (name, slices) in enumerate(groups.items()):
-        slices = list(slices)
-        if not slices:
-            raise ValueError(f"group {name!r} is empty; list its (parameter name, axis, positions)")
-        for one in slices:
+        for one in _slices(name, slices):
             _add(model, name, number, one, sides)
+        if not any(number in taken.values() for taken in sides.values()):
+            raise ValueError(f"group {name!r} is empty; list its (parameter name, axis, positions)")
     _check_biases(model, list(groups), sides)
     parts = [_part(model, layer, key, numbers) for (layer, key), numbers in sides.items() if key != "bias"]
     return Family("groups", tuple(groups), tuple(parts))
 
 
+def _slices(name: str, slices: object) -> list[Slice]:
+    if not isinstance(slices, Iterable) or isinstance(slices, str):
+        raise TypeError(f"group {name!r} is {slices!r}; give a list of (parameter name, axis, positions)")
+    return list(slices)
+
+
 def _add(model: nn.Module, name: str, number: int, one: Slice, sides: Sides) -> None:
     try:
         parameter, axis, positions = one
-        positions = [int(position) for position in positions]
+        positions = [index(position) for position in positions]
+        if not isinstance(parameter, str):
+            raise TypeError(f"{parameter!r} is not a parameter's name")
     except (TypeError, ValueError) as error:
         raise TypeError(f"group {name!r} lists {one!r}; a slice is (parameter name, axis, positions)") from error
     layer_name, _, key = parameter.rpartition(".")

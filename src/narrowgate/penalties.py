@@ -115,9 +115,15 @@ class Penalty:
         """Shrink the gates in place by one proximal step of size ``lr``; small ones stop at exactly 0.
 
         Call it after ``optimizer.step()`` and leave ``penalty()`` out of the loss. Under momentum m a penalty in the
-        loss moves a gate by ``lr * strength / (1 - m)`` a step; pass ``lr / (1 - m)`` to shrink at that speed.
+        loss moves a gate by ``lr * strength / (1 - m)`` a step; pass ``lr / (1 - m)`` to shrink at that speed. Gates
+        that are frozen (``requires_grad=False``) stay, as they would under a penalty in the loss.
         """
-        self.gates.assign_(self.shrunk(self.gates.flat(), lr))
+        flat = self.gates.flat()
+        shrunk = self.shrunk(flat, lr)
+        if not all(g.requires_grad for g in self.gates.parameters()):
+            learns = [torch.full((g.numel(),), g.requires_grad) for g in self.gates.parameters()]
+            shrunk = torch.where(torch.cat(learns).to(flat.device), shrunk, flat)
+        self.gates.assign_(shrunk)
 
     @torch.no_grad()
     def shrunk(self, flat: Tensor, lr: float | Tensor) -> Tensor:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowgate.atomic import surviving_folder
 from narrowgate.flow.plan import Plan, plan
@@ -97,7 +100,8 @@ def _of_run(folder: Path, classes: int | None, image_shape: Shape | None) -> Sou
     from narrowgate.train.recipe import Recipe
 
     recipe = Recipe.load(folder / RECIPE)
-    if not (folder / SMALL / META).is_file():
+    saved = surviving_folder((folder / SMALL).resolve())
+    if saved is None or not (saved / META).is_file():
         raise SourceError(f"{folder} has no small network yet; finish the run with narrowgate train ... --resume")
     written = Result.load(folder) if (folder / RESULT).is_file() else None
     known: tuple[int | None, Shape | None] = _KNOWN_DATA.get(recipe.data.source, (None, None))
@@ -178,11 +182,34 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise SourceError(f"{name} can't be imported: {error}") from error
     finally:
         sys.path.pop(0)
-    if not callable(function):
+    if not callable(function) or isinstance(function, nn.Module):
         raise SourceError(f"{name} is a {type(function).__name__}; it must be a function that makes the network")
-    made: Callable[[], nn.Module] = function
-    return made
+    _check_no_arguments(name, function)
+    return partial(_made_by, name, function)
+
+
+def _check_no_arguments(name: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise SourceError(
+            f"{name} can't be called without arguments ({error}); write a function that needs none"
+        ) from error
+    except ValueError:  # Python can't tell what this one takes
+        pass
+
+
+def _made_by(name: str, function: Callable[[], Any]) -> nn.Module:
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise SourceError(f"{name} returned a {type(model).__name__}; it must return the network, an nn.Module")
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise SourceError(f"{tensor_name!r} of {name} has no shape yet; run the network on an example in there")
+        if tensor.is_meta:
+            raise SourceError(f"{tensor_name!r} of {name} is on the meta device, without numbers; build it on the CPU")
+    return model

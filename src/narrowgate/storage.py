@@ -22,7 +22,17 @@ from narrowgate.flow.surgery import PlanError, compact
 from narrowgate.flow.ungated import FrozenGate
 from narrowgate.gates import Gate
 from narrowgate.swap import gate_layer_
-from narrowgate.weights import StorageError, check_shapes, convert_, fill_, pack, tensors_of, ties_of, unpack
+from narrowgate.weights import (
+    StorageError,
+    check_shapes,
+    convert_,
+    fill_,
+    pack,
+    tensors_of,
+    ties_of,
+    uncompiled,
+    unpack,
+)
 
 __all__ = ["StorageError", "load", "save"]
 
@@ -53,7 +63,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     meta = read_meta(path / META)
     weights = unpack(read_file(path / WEIGHTS, meta), path / WEIGHTS)
     plan = read_plan(path / PLAN, meta)
-    model = _build(builder)
+    model = build(builder)
     uncut = {name: tensor for name, tensor in tensors_of(model, persistent=True) if name not in plan.cuts}
     check_shapes(uncut, weights, path / WEIGHTS)
     try:
@@ -75,6 +85,8 @@ def check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise StorageError(f"{target} is a file; choose another name for the folder")
+    if target == Path.cwd():  # it is replaced as a whole, and the process would be left in a folder that is gone
+        raise StorageError(f"{target} is the folder in which this process works; name a folder inside it")
     others = sorted(path.name for path in target.iterdir() if path.name not in (WEIGHTS, PLAN, META))
     if others:
         raise StorageError(
@@ -87,6 +99,11 @@ def _check_model(small: nn.Module, plan: Plan) -> None:
         raise StorageError(f"can't save a {type(small).__name__}; pass the model that ng.compact returned")
     if not isinstance(plan, Plan):
         raise StorageError(f"can't save without the plan, got a {type(plan).__name__}; pass what ng.plan returned")
+    if uncompiled(small) is not small:
+        raise StorageError(
+            "the model is wrapped by torch.compile, and the wrapper's names would be saved; plan and compact the model "
+            "that was compiled, and save that"
+        )
     tensors = dict(tensors_of(small))
     for name, cut in plan.cuts.items():
         shape = tuple(tensors[name].shape) if name in tensors else None
@@ -172,7 +189,8 @@ def read_plan(path: Path, meta: dict[str, Any]) -> Plan:
         raise StorageError(f"{path} can't be read: {error}; save the model again") from error
 
 
-def _build(builder: Callable[[], nn.Module]) -> nn.Module:
+def build(builder: Callable[[], nn.Module], *, on_meta: bool = False) -> nn.Module:
+    """The full-size model that a builder makes, if it can be cut and filled; ``on_meta``: it may have no numbers."""
     if isinstance(builder, nn.Module) or not callable(builder):
         raise StorageError(
             f"builder must be a function that makes the full-size model, got a {type(builder).__name__}; "
@@ -183,7 +201,8 @@ def _build(builder: Callable[[], nn.Module]) -> nn.Module:
         raise StorageError(f"builder() returned a {type(model).__name__}, not an nn.Module")
     if gates := [name for name, module in model.named_modules() if isinstance(module, Gate)]:
         raise StorageError(f"builder() returned a gated model ({gates[0]}); return it before ng.attach_gates_")
-    if meta := [name for name, tensor in tensors_of(model) if tensor.is_meta]:
+    meta = [] if on_meta else [name for name, tensor in tensors_of(model) if tensor.is_meta]
+    if meta:
         raise StorageError(f"builder() left {meta[0]!r} on the meta device, without numbers; build on a real device")
     return model
 

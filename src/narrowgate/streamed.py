@@ -49,8 +49,12 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open
 
-        with safe_open(self._files[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        path = self._files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except Exception as error:
+            raise StorageError(f"{name!r} can't be read from {path}: {error}; copy the file again") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -94,7 +98,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     meta = storage.read_meta(path / storage.META)
     weights = unpack(storage.read_file(path / storage.WEIGHTS, meta), path / storage.WEIGHTS)
     plan = storage.read_plan(path / storage.PLAN, meta)
-    model = builder()
+    model = storage.build(builder, on_meta=True)
     check_fits(model, plan)
     storage.put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
     saved = {name for name, _ in tensors_of(model, persistent=True)}

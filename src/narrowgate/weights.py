@@ -24,6 +24,12 @@ def tensors_of(model: nn.Module, *, persistent: bool = False) -> list[tuple[str,
     return found
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile``'s wrapper, which puts a word before every name; any other model itself."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def ties_of(model: nn.Module) -> dict[str, str]:
     """The names of tensors that have an earlier name, with that one."""
     first: dict[int, str] = {}

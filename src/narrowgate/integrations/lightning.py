@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -21,8 +21,13 @@ from narrowgate.integrations.narrowing import (
     reorder_,
 )
 from narrowgate.train.state import names_in_groups
+from narrowgate.weights import uncompiled
 
 _HOOK = "on_load_checkpoint"
+# Of these, older versions of Lightning have the first only.
+_AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 
 class NarrowgateCallback(Callback):
@@ -143,7 +148,7 @@ class NarrowgateCallback(Callback):
                 f"{type(pl_module).__name__} has no network {self.network!r}, but has {', '.join(children) or 'none'}; "
                 "pass network=, and build it in __init__"
             )
-        network = pl_module.get_submodule(self.network)
+        network = uncompiled(pl_module.get_submodule(self.network))
         gates_of(network)  # raises if there are none
         return network
 
@@ -161,6 +166,13 @@ class NarrowgateCallback(Callback):
         return trainer.max_epochs or 1
 
     def _check_trainer(self, trainer: Trainer) -> None:
+        others: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        averaging = [type(other).__name__ for other in others if isinstance(other, _AVERAGING)]
+        if averaging and self.settings.shrink == "during":
+            raise ValueError(
+                f"{averaging[0]} keeps a copy of the network at full size, to which the weights of one that was cut "
+                "don't fit: use Settings(shrink='end'), or leave it out"
+            )
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(

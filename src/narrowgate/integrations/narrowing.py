@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,10 +18,12 @@ from narrowgate.flow.inplace import compact_
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import gates_of
 from narrowgate.measure import summarize
+from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
 from narrowgate.schedules import Schedule
 from narrowgate.storage import save
 from narrowgate.train.budget import Budget, parse_target
+from narrowgate.train.choices import check_plan_choices
 from narrowgate.train.finish import remove
 from narrowgate.train.shrink import Shrinker, Shrunk, random_numbers_kept
 from narrowgate.train.state import names_in_groups
@@ -69,6 +72,8 @@ class Settings:
             raise ValueError("no gate would close: give strength=, for example 3e-3, or budget='params: 30%'")
         if self.shrink not in SHRINK:
             raise ValueError(f"unknown shrink {self.shrink!r}; choose one of {', '.join(SHRINK)}")
+        check_plan_choices(self.constants, self.round_to, self.layout)
+        check_not_negative("threshold", self.threshold)
         if self.budget:
             parse_target(self.budget)
 
@@ -189,6 +194,12 @@ class Narrowing:
 
     def finish(self) -> Narrowed:
         """A small copy of the trained network, with its plan and proof; the network keeps its gates."""
+        if self.budget is not None and not self.budget.holding:
+            warnings.warn(
+                f"training ended before the budget {self.settings.budget!r} was met: after {self._ended} of "
+                f"{self.budget.epochs} epochs. Give the trainer as many epochs as it will run",
+                stacklevel=2,
+            )
         if self.settings.threshold > 0:
             self.penalty.gates.close_below_(self.settings.threshold)
         with random_numbers_kept(self.network):
@@ -252,5 +263,12 @@ def reorder_(optimizer: torch.optim.Optimizer, model: nn.Module, order: Sequence
         raise ValueError(
             "the optimizer of the checkpoint held other parameters or groups than this one; make it as it was made then"
         )
+    called = {  # an optimizer that was made from named_parameters keeps the names beside
+        id(parameter): name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
     for group, names in zip(optimizer.param_groups, order, strict=True):
         group["params"][:] = [parameters[name] for name in names]
+        if "param_names" in group:
+            group["param_names"][:] = [called.get(id(parameters[name]), name) for name in names]

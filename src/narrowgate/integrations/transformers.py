@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from narrowgate.atomic import replace_file
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.integrations.narrowing import Narrowed, Narrowing, Settings, reorder_
 from narrowgate.train.state import names_in_groups
@@ -46,7 +47,10 @@ class NarrowgateCallback(TrainerCallback):
             raise FileNotFoundError(
                 f"{file} is missing: the checkpoint was written without this callback, or not to the end"
             )
-        state = json.loads(file.read_text())
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); go back to the checkpoint before") from error
         self._check(trainer.args)
         model = cast(nn.Module, trainer.model)
         with own_forward(model):
@@ -114,7 +118,7 @@ class NarrowgateCallback(TrainerCallback):
                 "epochs": state.num_train_epochs,
             }
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            (folder / STATE).write_text(json.dumps(content))
+            replace_file(folder / STATE, json.dumps(content).encode())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -24,8 +24,13 @@ from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
 from narrowgate.measure.formulas import FORMULAS, is_free, op_name
 from narrowgate.measure.summary import Layer, Summary, Uncounted, compare
+from narrowgate.weights import uncompiled
 
-__all__ = ["Layer", "Summary", "Uncounted", "compare", "summarize"]
+__all__ = ["CountError", "Layer", "Summary", "Uncounted", "compare", "summarize"]
+
+
+class CountError(RuntimeError):
+    """A model that can't be counted, since it does not run on its example."""
 
 
 def summarize(model: nn.Module, example_inputs: ExampleInputs, *, batch_axis: int | None = 0) -> Summary:
@@ -46,7 +51,7 @@ def summarize(model: nn.Module, example_inputs: ExampleInputs, *, batch_axis: in
         raise TypeError(
             f"{type(model).__name__} is compiled by torch.jit, which hides its code; summarize the model itself"
         )
-    model = model._modules.get("_orig_mod") or model  # inside torch.compile's wrapper
+    model = uncompiled(model)
     _refuse_lazy(model)
     args, kwargs = call_arguments(example_inputs)
     if batch_axis is not None:
@@ -150,7 +155,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, batch_axis: int | None) -> _R
         return records
     except Exception as error:
         hint = "" if batch_axis is None else "; batch_axis says where samples lie (None: run the inputs as they are)"
-        raise RuntimeError(
+        raise CountError(
             f"{type(model).__name__} fails on one sample of the example inputs: {type(error).__name__}: {error}. "
             f"Check that model(*example_inputs) runs in eval mode{hint}"
         ) from error

@@ -55,6 +55,8 @@ def latency(
         progress: called with what there is so far, each time that a way of running and a batch size are done.
     """
     _check(devices, modes, batches, precision, rounds)
+    if not isinstance(example, Tensor) or not example.dim() or not len(example):
+        raise ChoiceError(f"the example must be one tensor with a sample along its first axis, got {_short(example)}")
     chosen = {device: precision or ("bf16" if device == "cuda" else "32") for device in devices}
     found = _counted(before, after, example, chosen)
     for device in devices:
@@ -106,6 +108,8 @@ def _check(
     ):
         if wrong := [value for value in given if value not in allowed]:
             raise ChoiceError(f"unknown {what} {wrong[0]!r}; choose from {', '.join(allowed)}")
+    if not devices or (modes is not None and not modes):
+        raise ChoiceError(f"no {'mode' if devices else 'device'} is given, so nothing would be timed; name some")
     if modes and (useless := [d for d in devices if not set(modes) & set(MODES[d])]) and len(useless) == len(devices):
         raise ChoiceError(f"{', '.join(modes)} can't run on {', '.join(devices)}; a CPU has {', '.join(MODES['cpu'])}")
     if not batches or min(batches) < 1:
@@ -184,6 +188,10 @@ def _moved(x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
 def _repeated(x: Tensor, batch: int) -> Tensor:
     x = x.expand(batch, *x.shape[1:])
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.dim() == 4 else x.contiguous()
+
+
+def _short(example: object) -> str:
+    return f"shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
 
 
 def _device_name(device: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,21 +98,17 @@ def _cuda_graph(model: nn.Module) -> Prepared:
 def _onnx_runtime(model: nn.Module, example: Tensor) -> Prepared:
     if example.dtype != torch.float32:
         raise UnavailableError("ONNX Runtime is timed in float32 only: choose --precision 32")
-    try:
-        import onnxruntime
+    from narrowgate.export import ExportError, write_onnx
 
-        from narrowgate.export import write_onnx
-    except ModuleNotFoundError as error:
-        raise UnavailableError(f'{error.name} is not installed: pip install "narrowgate[export]"') from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    # Threads that go on spinning after a run would take time from the other network's next one.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "model.onnx")
-        write_onnx(model, example, file)
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        try:
+            write_onnx(model, example, file)
+            session = _onnx_session(file)
+        except ModuleNotFoundError as error:
+            raise UnavailableError(f'{error.name} is not installed: pip install "narrowgate[export]"') from error
+        except ExportError as error:
+            raise UnavailableError(str(error)) from error
     name = session.get_inputs()[0].name
 
     def on(x: Tensor) -> Call:
@@ -119,3 +116,17 @@ def _onnx_runtime(model: nn.Module, example: Tensor) -> Prepared:
         return lambda: session.run(None, feed)
 
     return on
+
+
+def _onnx_session(file: str) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    # Threads that go on spinning after a run would take time from the other network's next one.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UnavailableError(f"ONNX Runtime can't run the network: {str(error).splitlines()[0]}") from error

@@ -49,7 +49,10 @@ class Swept:
             trials = tuple(Trial(trial["name"], tuple(trial["settings"])) for trial in data["trials"])
             return cls(data["recipe"], tuple(data["over"]), data["samples"], trials)
         except (ValueError, KeyError, TypeError) as error:
-            raise SweepError(f"{folder / SWEEP} can't be read as a sweep ({type(error).__name__}: {error})") from error
+            raise SweepError(
+                f"{folder / SWEEP} can't be read as a sweep ({type(error).__name__}: {error}): bring back a copy, "
+                "or choose another folder with --out"
+            ) from error
 
 
 def begin(folder: Path, swept: Swept, resume: bool) -> Swept:

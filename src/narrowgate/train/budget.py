@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from narrowgate.flow.surgery import compact
 from narrowgate.flow.trace import ExampleInputs, Tracer
 from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.measure.counts import summarize
+from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
+from narrowgate.train.choices import check_plan_choices
 from narrowgate.train.ranking import Ranking, gates_given_back, nearest
 from narrowgate.train.shrink import random_numbers_kept
 
@@ -26,6 +29,7 @@ BOUNDS = (1e-7, 10.0)  # of the strength
 _RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the strength; it rises fast until gates move
 _LOOKS = (10, 30)  # how often to plan in a run that is as long: while no gates are closed by hand, and while some are
 _MANY = 0.02  # which share of gates closing by themselves calls for a plan at once
+_MANY_AT_ONCE = 0.1  # of the open gates, closed by hand in one epoch
 _ROUGH = 0.02, 0.2  # near enough on the way
 # No layer loses more than the other half of its open gates at one look, if the target can be met like that: sizes of
 # gates compare badly between layers, whose weights make up for small gates, and one channel is a bottleneck.
@@ -47,6 +51,15 @@ def parse_target(text: str) -> tuple[str, float]:
             "without gates, above 0% and below 100%"
         )
     return kind, share
+
+
+def _check_gates(model: nn.Module, penalty: Penalty) -> None:
+    held = {id(parameter) for parameter in model.parameters()}
+    if foreign := [name for name in penalty.gates if id(penalty.gates[name].g) not in held]:
+        raise ValueError(
+            f"the penalty's gates, such as {foreign[0]!r}, are not those of this {type(model).__name__}: give the "
+            "model that attach_gates_ returned them for, not a copy"
+        )
 
 
 class Budget:
@@ -97,6 +110,9 @@ class Budget:
         self._near, self._rough = (min(share, of_target * self.target) for share, of_target in (_NEAR, _ROUGH))
         if epochs < 1:
             raise ValueError(f"epochs must be 1 or above, got {epochs}")
+        check_plan_choices(constants, round_to, layout)
+        check_not_negative("threshold", threshold)
+        _check_gates(model, penalty)
         self.model = model
         self.example_inputs = example_inputs
         self.penalty = penalty
@@ -176,6 +192,13 @@ class Budget:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken."""
+        if not isinstance(state, dict) or not _STATE.keys() <= state.keys():
+            raise ValueError("this is not the state of a Budget; give what budget.state_dict() returned")
+        if len(state["before"]) != len(self._modules):
+            raise ValueError(
+                f"the saved budget steered the gates of {len(state['before'])} layers, this one has "
+                f"{len(self._modules)}: gate the model as it was gated then"
+            )
         for key, name in _STATE.items():
             setattr(self, name, state[key])
         if self.steer or self.holding:
@@ -210,6 +233,7 @@ class Budget:
         if meet:
             ranks, known, closed = self._gently(ranks, known, closed)
             closed = self._come_nearer(ranks, known, closed)
+            self._warn_of_many(closed - ranks.closed, ranks.count - ranks.closed)
         elif self.left < (due := self._due(epoch)) + self._rough:
             closed = ranks.closed
         else:
@@ -220,6 +244,15 @@ class Budget:
         if meet:
             self._held = self._ranks().digest
             self._rest_()
+
+    def _warn_of_many(self, closing: int, open_: int) -> None:
+        """Without steering, few gates should be left to close by hand; many at once can undo what was learned."""
+        if not self.steer and not self.holding and closing > _MANY_AT_ONCE * open_:
+            warnings.warn(
+                f"the penalty left {self.left:.1%} and the target is {self.target:.1%}, so {closing} of {open_} open "
+                "gates are closed at once, which the network may not get over: let the strength rise faster, or higher",
+                stacklevel=2,
+            )
 
     def _due(self, epoch: int) -> float:
         """What should be left by now: at first it falls fast, then slowly."""

@@ -14,16 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
 from narrowgate.flow.inplace import compact_
-from narrowgate.flow.plan import CONSTANTS, Plan, plan
+from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
+from narrowgate.gates import Gate, GroupGate
 from narrowgate.gateset import gates_of
+from narrowgate.train.choices import check_plan_choices
+from narrowgate.weights import uncompiled
 
 
 class ShrinkWarning(UserWarning):
@@ -71,8 +74,9 @@ class Shrinker:
         constants: str = "exact",
         round_to: int = 1,
     ) -> None:
-        _check(model, every, share, constants, round_to)
-        self.model = model
+        _check(model, optimizer, every, share)
+        check_plan_choices(constants, round_to)
+        self.model = model = uncompiled(model)
         self.example_inputs = example_inputs
         self.optimizer = optimizer
         self.every = every
@@ -117,6 +121,7 @@ class Shrinker:
         if made is None or not made.cuts:
             return None
         compact_(self.model, made, optimizer=self.optimizer)
+        close_removed_groups_(self.model, self.optimizer)
         self._plan = made if self._plan is None else compose(self._plan, made)
         self._seen = self._closed()
         seconds = time.perf_counter() - started
@@ -127,7 +132,7 @@ class Shrinker:
         """Cut a fresh full-size model as an earlier run was, to resume it; then load the weights and the state."""
         if self._plan is not None:
             raise ValueError("this model was cut already; restore_ is for a fresh one at full size")
-        if self.optimizer is not None and self.optimizer.state:
+        if self.optimizer is not None and _has_stepped(self.optimizer):
             raise ValueError("the optimizer has state already; restore the plan first, then load the optimizer's state")
         compact_(self.model, plan, optimizer=self.optimizer)
         self._plan = plan
@@ -138,6 +143,8 @@ class Shrinker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave: cuts the fresh model; the caller loads its weights afterwards."""
+        if not isinstance(state, dict) or not {"plan", "seen"} <= state.keys():
+            raise ValueError("this is not the state of a Shrinker; give what shrinker.state_dict() returned")
         if state["plan"] is not None:
             self.restore_(Plan.from_json(state["plan"]))
         self._seen = int(state["seen"])
@@ -185,7 +192,32 @@ def random_numbers_kept(model: nn.Module) -> Iterator[None]:
         np.random.set_state(array)
 
 
-def _check(model: nn.Module, every: int, share: float, constants: str, round_to: int) -> None:
+@torch.no_grad()
+def close_removed_groups_(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Keep the numbers of groups that were cut away closed.
+
+    A group's number stays in its gate when its last row or column goes; momentum would open it again, and the group
+    would count as one that is there.
+    """
+    left: dict[Gate, set[int]] = {}
+    for module in model.modules():
+        if isinstance(module, GroupGate):
+            left.setdefault(module.shared, set()).update(module.g.tolist())
+    for gate, numbers in left.items():
+        gone = torch.tensor([number not in numbers for number in range(gate.size)], device=gate.g.device)
+        gate.close_(gone)
+        state = {} if optimizer is None else optimizer.state.get(gate.g, {})
+        for value in (gate.g.grad, *state.values()):
+            if isinstance(value, Tensor) and value.shape == gate.g.shape:
+                value[gone] = 0.0
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has state that a new one of its kind would not have; Adagrad makes some at once."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int, share: float) -> None:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise TypeError(
             f"Shrinker needs the model inside {type(model).__name__}: pass model.module, and wrap it again after each "
@@ -195,7 +227,11 @@ def _check(model: nn.Module, every: int, share: float, constants: str, round_to:
         raise ValueError(f"every must be 0 or above, got {every}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, got {share}")
-    if constants not in CONSTANTS:
-        raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
-    if round_to < 1:
-        raise ValueError(f"round_to must be 1 or above, got {round_to}")
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no parameter of this {type(model).__name__}, so its state could not be "
+            "cut along: make it from model.parameters(), and hand over the one that you step"
+        )
