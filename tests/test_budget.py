@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgate as ng
-from narrowgate.train.budget import Budget, parse_target
+from narrowgate.train.budget import Budget
 from narrowgate.train.ranking import nearest
 from narrowgate.train.shrink import Shrinker
+from narrowgate.train.size import parse_target
 
 
 class Residual(nn.Module):
@@ -313,8 +314,8 @@ def test_few_plans_are_made(monkeypatch):
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)
     made = []
-    cost = budget._cost
-    monkeypatch.setattr(budget, "_cost", lambda: made.append(1) or cost())
+    cost = budget.size.cost
+    monkeypatch.setattr(budget.size, "cost", lambda: made.append(1) or cost())
     for epoch in range(60):
         budget.step(epoch)
     assert 0 < len(made) <= 2 * 6  # two looks

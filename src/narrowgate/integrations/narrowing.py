@@ -22,10 +22,11 @@ from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
 from narrowgate.schedules import Schedule
 from narrowgate.storage import save
-from narrowgate.train.budget import Budget, parse_target
+from narrowgate.train.budget import Budget
 from narrowgate.train.choices import check_plan_choices
 from narrowgate.train.finish import remove
 from narrowgate.train.shrink import Shrinker, Shrunk, random_numbers_kept
+from narrowgate.train.size import parse_target
 from narrowgate.train.state import names_in_groups
 
 SHRINK = ("during", "end")

@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.plan import plan_traced
-from narrowgate.flow.surgery import compact
-from narrowgate.flow.trace import ExampleInputs, Tracer
+from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
-from narrowgate.measure.counts import summarize
 from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
 from narrowgate.train.choices import check_plan_choices
-from narrowgate.train.ranking import Ranking, gates_given_back, nearest
+from narrowgate.train.ranking import Ranking
 from narrowgate.train.shrink import random_numbers_kept
+from narrowgate.train.size import SPARED, Size
 
-KINDS = ("params", "flops")
 _BEGIN = 3 / 7  # from when on the smallest gates are closed, as a share of the time to the target
-_NEAR = 0.005, 0.05  # a search ends this near to the target, as a share of the network and of the target
 BOUNDS = (1e-7, 10.0)  # of the strength
 _RISES, _FALL = (10.0, 1.5), 1 / 3  # the most by which one epoch changes the strength; it rises fast until gates move
 _LOOKS = (10, 30)  # how often to plan in a run that is as long: while no gates are closed by hand, and while some are
 _MANY = 0.02  # which share of gates closing by themselves calls for a plan at once
 _MANY_AT_ONCE = 0.1  # of the open gates, closed by hand in one epoch
-_ROUGH = 0.02, 0.2  # near enough on the way
-# No layer loses more than the other half of its open gates at one look, if the target can be met like that: sizes of
-# gates compare badly between layers, whose weights make up for small gates, and one channel is a bottleneck.
-_SPARED = 0.5
 _WIDE_OPEN = 3.0  # log alpha of a hard-concrete gate that is open in almost every sample
-_TRIES = 12  # to come nearer to the target than the order of the gates allows
-_STATE = {name.lstrip("_"): name for name in "_original _strength _goal _open _start _last _held _before".split()}
-_STATE |= {"holding": "holding", "left": "left"}
-
-
-def parse_target(text: str) -> tuple[str, float]:
-    """``"params: 30%"`` as ``("params", 0.3)``; ValueError says what is allowed."""
-    found = re.fullmatch(r"\s*(\w+)\s*:\s*([0-9.]+)\s*%\s*", text) if isinstance(text, str) else None
-    kind, number = (found[1], found[2]) if found else ("", "")
-    share = float(number) / 100 if re.fullmatch(r"\d*\.?\d+|\d+\.", number) else math.nan
-    if kind not in KINDS or not 0 < share < 1:
-        raise ValueError(
-            f"can't read the target {text!r}; write 'params: 30%' or 'flops: 50%': what is to be left of the network "
-            "without gates, above 0% and below 100%"
-        )
-    return kind, share
+_STATE = {name.lstrip("_"): name for name in "_strength _goal _open _start _last _held _before".split()}
+_STATE |= {"holding": "holding", "left": "left", "original": "_original"}
 
 
 def _check_gates(model: nn.Module, penalty: Penalty) -> None:
@@ -106,8 +82,6 @@ class Budget:
         constants: str = "exact",
         round_to: int = 1,
     ) -> None:
-        self.kind, self.target = parse_target(target)
-        self._near, self._rough = (min(share, of_target * self.target) for share, of_target in (_NEAR, _ROUGH))
         if epochs < 1:
             raise ValueError(f"epochs must be 1 or above, got {epochs}")
         check_plan_choices(constants, round_to, layout)
@@ -123,19 +97,10 @@ class Budget:
         self.steer = steer
         self.optimizer = optimizer
         self.threshold = threshold
-        counted = "aligned" if layout == "auto" else layout
-        # While it trains, a zero other than a gate's may be about to learn; see _look_.
-        self.options: dict[str, Any] = {
-            "layout": counted,
-            "constants": constants,
-            "round_to": round_to,
-            "training": True,
-        }
-        self._tracer = Tracer()
+        self.size = Size(target, model, example_inputs, layout, constants, round_to)
+        self.kind, self.target = self.size.kind, self.size.target
         self.holding = False
         self.left = 1.0
-        full = summarize(model, example_inputs)
-        self._original = full.parameters if self.kind == "params" else full.multiply_adds
         self._strength = penalty.strength or 1e-4
         self._goal = self._open = penalty.gates.count  # open gates at the target, and at the last look
         self._start = 0.0  # the marginal gate's size at first
@@ -149,12 +114,20 @@ class Budget:
 
     def _check_reach(self, target: str) -> None:
         ranks = self._ranks()
-        least = self._left(ranks, ranks.most)
-        if least > self.target + self._rough:
+        least = self.size.left(ranks, ranks.most)
+        if least > self.target + self.size.rough:
             raise ValueError(
                 f"the target {target!r} is out of reach: with one open gate left in each layer, {least:.1%} remain. "
                 "Gate more layers, or raise the target"
             )
+
+    @property
+    def _original(self) -> int:
+        return self.size.original
+
+    @_original.setter
+    def _original(self, size: int) -> None:  # of a resumed run, whose model may be cut already
+        self.size.original = size
 
     @property
     def _modules(self) -> list[Gate]:
@@ -219,26 +192,26 @@ class Budget:
 
     def _look_(self, epoch: int, ranks: Ranking, meet: bool) -> None:
         """See how many gates are open at the target, and close what is due."""
-        self.options["training"] = not meet  # to meet the target, count as the final removal will: every zero
-        self.left = self._left(ranks, ranks.closed)
-        if not meet and self.left <= self.target + self._near:
-            meet, self.options["training"] = True, False
-            self.left = self._left(ranks, ranks.closed)
+        self.size.training = not meet  # to meet the target, count as the final removal will: every zero
+        self.left = self.size.left(ranks, ranks.closed)
+        if not meet and self.left <= self.target + self.size.near:
+            meet, self.size.training = True, False
+            self.left = self.size.left(ranks, ranks.closed)
         if not meet and not self.steer:
             self._open = ranks.count - ranks.closed
             return
         known = {ranks.closed: self.left}
-        closed = self._search(ranks, known, self.target, self._near if meet else self._rough)
+        closed = self.size.search(ranks, known, self.target, self.size.near if meet else self.size.rough)
         self._goal = ranks.count - closed
         if meet:
-            ranks, known, closed = self._gently(ranks, known, closed)
-            closed = self._come_nearer(ranks, known, closed)
+            ranks, known, closed = self.size.gently(ranks, known, closed, self.left)
+            closed = self.size.come_nearer(ranks, known, closed)
             self._warn_of_many(closed - ranks.closed, ranks.count - ranks.closed)
-        elif self.left < (due := self._due(epoch)) + self._rough:
+        elif self.left < (due := self._due(epoch)) + self.size.rough:
             closed = ranks.closed
         else:
-            ranks, known = ranks.sparing(_SPARED), {ranks.closed: self.left}
-            closed = self._search(ranks, known, due, self._rough)
+            ranks, known = ranks.sparing(SPARED), {ranks.closed: self.left}
+            closed = self.size.search(ranks, known, due, self.size.rough)
         ranks.close_(closed)
         self.left, self._open = known[closed], ranks.count - closed
         if meet:
@@ -258,36 +231,6 @@ class Budget:
         """What should be left by now: at first it falls fast, then slowly."""
         stage = min(1.0, max(0.0, ((epoch + 1) / (self.arrive * self.epochs) - _BEGIN) / (1 - _BEGIN)))
         return 1 - (1 - self.target) * (1 - (1 - stage) ** 3)
-
-    def _gently(self, ranks: Ranking, known: dict[int, float], closed: int) -> tuple[Ranking, dict[int, float], int]:
-        """Meet the target without taking more than half of any layer, where that can be."""
-        if closed <= ranks.closed:  # nothing is to be closed
-            return ranks, known, closed
-        gentle = ranks.sparing(_SPARED)
-        if (least := self._left(gentle, gentle.most)) > self.target + self._near:
-            return ranks, known, closed
-        known = {gentle.closed: self.left, gentle.most: least}
-        return gentle, known, self._search(gentle, known, self.target, self._near)
-
-    def _search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
-        return nearest(lambda closed: self._left(ranks, closed), target, known, ranks.most, tolerance)
-
-    def _come_nearer(self, ranks: Ranking, known: dict[int, float], closed: int) -> int:
-        """In a small network one gate may be worth several points: pass over those that lead past the target."""
-        best, order = closed, ranks.order
-        place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
-        for _ in range(_TRIES):
-            if abs(known[best] - self.target) <= 2 * self._near or place >= ranks.most:
-                break
-            left = self._left(ranks, place + 1)
-            if abs(left - self.target) < abs(known[best] - self.target):
-                best, order, known[place + 1] = place + 1, ranks.order, left
-            if left > self.target:
-                place += 1
-            else:
-                ranks.postpone(place)
-        ranks.order = order
-        return best
 
     def _steer(self, epoch: int, ranks: Ranking) -> None:
         """Raise or lower the strength so that the marginal gate is on time."""
@@ -314,19 +257,3 @@ class Budget:
             for value in {} if self.optimizer is None else self.optimizer.state.get(gate.g, {}).values():
                 if isinstance(value, Tensor) and value.shape == gate.g.shape:
                     value.zero_()
-
-    def _left(self, ranks: Ranking, closed: int) -> float:
-        """The share of the network that this many closed gates leave; the gates stay as they are."""
-        with gates_given_back(self._modules):
-            ranks.close_(closed)
-            return self._cost() / self._original
-
-    def _cost(self) -> float:
-        """Parameters or multiply-adds of the model without its closed channels; 0 for one that has collapsed."""
-        try:
-            made = plan_traced(self.model, self.example_inputs, self._tracer, **self.options)
-        except CollapseError:
-            return 0.0
-        if self.kind == "params":
-            return float(made.parameters_after)
-        return float(summarize(compact(self.model, made), self.example_inputs).multiply_adds)
