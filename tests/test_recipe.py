@@ -389,3 +389,8 @@ def test_parts_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         small().train.epochs = 3
     assert TrainPart(epochs=1) == TrainPart(epochs=1) and ModelPart("a") != ModelPart("b")
+
+
+def test_a_budget_that_does_not_steer_needs_a_strength():
+    with pytest.raises(RecipeError, match=r"budget\.steer = false with penalty\.strength = 0\.0: nothing would close"):
+        Recipe.from_toml(SMALL, ["budget.target=params: 30%", "budget.steer=false"])

@@ -83,6 +83,7 @@ def test_a_run_with_a_teacher_says_so(taught):
     assert Result.load(taught / "teacher").teacher is None
     record = collect(taught / "student")
     assert record["teacher"] == result.teacher
+    assert record["recipe"]["teacher"]["run"] == "teacher"  # where it lay is nobody's business
     assert "teacher" not in collect(taught / "teacher")
 
 

@@ -118,7 +118,10 @@ def test_a_network_that_only_knows_its_training_images(tmp_path):
 @pytest.mark.parametrize(
     "settings, remedy",
     [
-        (("penalty.strength=0.01",), "set penalty.relative = true, or lower penalty.strength"),
+        (
+            ("penalty.strength=0.01",),
+            "lower penalty.strength, or set penalty.relative = true, which takes a higher one",
+        ),
         (("penalty.strength=0.01", "penalty.relative=true"), "Lower optimizer.lr or optimizer.weight_decay"),
         (("penalty.strength=0.0",), "Lower optimizer.lr or optimizer.weight_decay"),
     ],
@@ -149,8 +152,17 @@ def test_what_is_no_lag(tmp_path):
         assert looks.lagging_statistics(row(3, train_accuracy=1.0, accuracy=accuracy), model, never) == []
 
 
+def test_statistics_are_behind_in_every_network_at_first(tmp_path):
+    looks, model = watch(tmp_path, steps=60), chained("conv", "bn", "end")
+    found = [
+        looks.lagging_statistics(row(n, train_accuracy=0.5, accuracy=0.1), model, lambda noisy: 0.5) for n in (3, 4)
+    ]
+    assert [len(notices) for notices in found] == [0, 1]
+
+
 def test_statistics_that_lag_in_a_run(tmp_path, monkeypatch):
     data = write_images(tmp_path / "images.npz")
+    monkeypatch.setattr(watch_module, "_STEPS_TO_SETTLE", 0)
     monkeypatch.setattr(
         nn.BatchNorm2d.__init__, "__defaults__", (1e-5, 1e-4, *nn.BatchNorm2d.__init__.__defaults__[2:])
     )

@@ -49,7 +49,9 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)
     tables = recipe.tables()
-    tables["data"] = {**tables["data"], "path": ""}  # where it lay is nobody's business
+    # Where they lay is nobody's business.
+    tables["data"] = {**tables["data"], "path": ""}
+    tables["teacher"] = {**tables["teacher"], "run": Path(recipe.teacher.run).name}
     finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
     return {
         "what": WHAT,
@@ -78,6 +80,8 @@ def command(recipe: Recipe, base: Path | None) -> str:
     words = ["narrowgate", "train", f"recipes/{base.name}"]
     for table, values in recipe.tables().items():
         for key, value in values.items():
+            if (table, key) == ("teacher", "run"):
+                value = Path(str(value)).name
             if value != start[table].get(key) and (table, key) != ("data", "path"):
                 words += ["--set", f"{table}.{key}={write_value(value)}"]
     return shlex.join(words)

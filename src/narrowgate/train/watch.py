@@ -26,6 +26,7 @@ from narrowgate.train.variance import dropouts_before_norms
 _NAMED = 3  # layers that a notice lists
 _FAR_BELOW = 0.15  # of the training accuracy, for a held-out accuracy to be looked into
 _LOST = 0.6  # the share of the training accuracy below which more than overfitting must be at work
+_STEPS_TO_SETTLE = 200  # at first, running statistics are behind in every network
 
 
 class TrainingError(RuntimeError):
@@ -116,7 +117,8 @@ class Watch:
         Args:
             judge: as for ``variance_shift``; a BatchNorm in training mode takes the statistics of its batch.
         """
-        if self._told_lag or row.accuracy is None or row.accuracy > _LOST * row.train_accuracy:
+        early = row.epoch * self._steps < _STEPS_TO_SETTLE
+        if self._told_lag or early or row.accuracy is None or row.accuracy > _LOST * row.train_accuracy:
             return []
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         if row.train_accuracy - row.accuracy < _FAR_BELOW or not norms:
@@ -138,7 +140,7 @@ class Watch:
         if pulled and recipe.penalty.kind != "l0" and not recipe.penalty.relative:
             return (
                 "A penalty makes all gates of a layer smaller where a norm behind it undoes that, and their weights "
-                "turn faster for it: set penalty.relative = true, or lower penalty.strength"
+                "turn faster for it: lower penalty.strength, or set penalty.relative = true, which takes a higher one"
             )
         return "Lower optimizer.lr or optimizer.weight_decay"
 

@@ -52,6 +52,12 @@ def check_gates(gates: GatesPart, penalty: PenaltyPart, budget: BudgetPart) -> N
             (penalty, "kind"),
             (gates, "kind"),
         )
+    if budget.target and not budget.steer and penalty.strength == 0:
+        raise refuse(
+            "nothing would close a gate until all that is missing closes at once; give a strength, best one that rises",
+            (budget, "steer"),
+            (penalty, "strength"),
+        )
     if budget.target and budget.steer and not isinstance(penalty.strength, float):
         raise refuse(
             "a budget moves the strength by itself; give a number to start from, or 0, or budget.steer = false",

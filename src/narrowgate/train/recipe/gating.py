@@ -117,7 +117,7 @@ class PenaltyPart(Part):
         metadata=key(
             Flag(),
             "count each layer's gates relative to their typical size, so that shrinking a whole layer wins nothing: "
-            "for networks whose layers have a norm behind them",
+            "for networks where a norm comes between one layer and the next",
         ),
     )
     proximal: bool = field(

@@ -32,7 +32,7 @@ class DataPart(Part):
             "an array file, a data set as torchvision stores it, image folders, or scikit-learn's digits (no file)",
         )
     )
-    path: str = field(default="", metadata=key(Text(), "where the data lies; `--data` goes before it"))
+    path: str = field(default="", metadata=key(Text(), "where the data lies, unless `--data` says it"))
     augment: str = field(
         default="none",
         metadata=key(
