@@ -183,10 +183,104 @@ def test_a_new_bias_is_trained_too():
     close_(model.first, [0, 1], 0.5)
     x = torch.randn(4, 3, dtype=torch.float64)
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.named_parameters(), 0.1, momentum=0.9)
     ng.compact_(model, ng.plan(model, x), optimizer=optimizer)
     assert_same_function(reference, model, x)
     assert any(p is model.last.bias for group in optimizer.param_groups for p in group["params"])
+    assert optimizer.param_groups[0].get("param_names", ["last.bias"])[-1] == "last.bias"  # since torch 2.6
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "AdamW"])
+def test_a_new_bias_takes_its_first_step_with_any_optimizer(kind):
+    """RMSprop has a momentum buffer too, beside state that it makes only for a parameter without any."""
+    model = Net(
+        lambda net, x: net.last(torch.sigmoid(net.first(x))),
+        **{"first": nn.Linear(3, 6), "last": nn.Linear(6, 2, bias=False)},
+    ).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    options = {} if kind == "AdamW" else {"momentum": 0.9}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), 0.01, **options)
+    model(x).square().sum().backward()
+    optimizer.step()
+    close_(model.first, [0, 1], 0.5)
+    ng.compact_(model, ng.plan(model, x), optimizer=optimizer)
+    before = model.last.bias.detach().clone()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert (model.last.bias != before).all()
+
+
+class KeepsItsStatistics(Residual):
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn.eval()
+        self.bn1.eval()
+        return self
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_frozen_norm_gives_what_its_running_statistics_say(by_hand):
+    """A BatchNorm that stays in eval mode while the rest trains makes another constant than its shift."""
+    model = settle_(Residual() if by_hand else KeepsItsStatistics(), image())
+    ng.attach_gates_(model)
+    close_gates_(model)
+    if by_hand:
+        model.train()
+        model.bn.eval()
+        model.bn1.eval()
+    with torch.no_grad():
+        model.bn1.weight[3:5] = 0  # about to learn, so these channels vary
+        model.bn1.weight[0] = 0
+        model.bn1.bias[0] = 0.5
+    large, x = copy.deepcopy(model), image()
+    plan = ng.plan(model, image(), training=True)
+    ng.compact_(model, plan)
+    assert {3, 4} <= set(kept(plan, "conv1.weight")) and model.conv1.out_channels < 8
+    for one in (large, model):
+        one.train()
+        one.bn.eval()
+        one.bn1.eval()
+    assert torch.allclose(model(x), large(x), rtol=1e-10, atol=1e-12)
+    assert_same_function(large, model, image())
+
+
+class Noisy(nn.Module):
+    """Something happens between two layers, in training or in general."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 1, bias=False), nn.Conv2d(6, 2, 1)
+        self.between = between
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+class Shift(nn.Module):
+    def forward(self, x):
+        return x + torch.ones_like(x) if self.training else x
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x) if self.training else x
+
+
+@pytest.mark.parametrize(
+    "between, cut",
+    [(Shift(), False), (Noise(), False), (nn.AlphaDropout(0.5), False), (nn.Dropout(0.5), True), (nn.ReLU(), True)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_dead_in_eval_mode_only_stays_while_training(between, cut):
+    model = Noisy(between).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        gates["first"].g[:4] = 0
+    plan = ng.plan(model, image(channels=3), training=True)
+    assert ("first.weight" in plan.cuts) == cut
+    assert cut or "dead in eval mode only" in str(plan)
+    assert len(kept(ng.plan(model, image(channels=3)), "first.weight")) == 2  # not if training is over
 
 
 def test_refusals_touch_nothing():

@@ -22,7 +22,7 @@ from flow_helpers import (
 from torch import nn
 
 import narrowgate as ng
-from narrowgate import Plan, PlanError, TraceError
+from narrowgate import Plan, PlanError, TraceError, streamed
 from narrowgate.flow.plan import CONSTANTS, LAYOUTS
 
 
@@ -234,6 +234,26 @@ def test_compact_keeps_modes_devices_and_frozen_parameters():
     assert [m.training for m in small.modules()] == [m.training for m in model.modules()]
     assert not small.conv1.weight.requires_grad and small.conv2.weight.requires_grad
     assert {p.dtype for p in small.parameters()} == {torch.float64}
+
+
+def test_a_new_bias_of_a_frozen_layer_is_frozen(tmp_path):
+    """A constant in front of a layer without bias becomes one; it trains if the layer's weight does."""
+
+    def build(frozen=True):
+        model = nn.Sequential(nn.Linear(3, 6), nn.Sigmoid(), nn.Linear(6, 2, bias=False)).double()
+        close_(model[0], [0, 1], 0.5)
+        model[2].weight.requires_grad_(not frozen)
+        return model
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for frozen in (True, False):
+        model = build(frozen)
+        plan = ng.plan(model, x)
+        small = ng.compact(model, plan)
+        ng.save(small, plan, tmp_path / "small")
+        loaded = streamed.load(tmp_path / "small", lambda: build(frozen))  # noqa: B023
+        for one in (small, loaded, ng.compact_(model, plan)):
+            assert one[2].bias.requires_grad != frozen
 
 
 @pytest.mark.parametrize("layout", ["aligned", "scatter"])

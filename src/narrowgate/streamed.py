@@ -109,6 +109,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
             "make it on a real device, or use ng.load"
         )
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    trains |= {f"{edit.layer}.bias": trains.get(edit.weight, True) for edit in plan.edits.values() if edit.new_bias}
     kept = {name: tensor for name, tensor in named_tensors(model) if name not in saved}
     small = skeleton(model, plan.cuts, "cpu")
     for name, tensor in kept.items():

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn.modules.batchnorm import _NormBase
 
 from narrowgate.flow.couplings import Couplings
 from narrowgate.flow.state import PINNED, Labels, Mask, Spread, State, Values, labelled, unlabelled
-from narrowgate.flow.trace import Graph, is_in_place, layer_of, op_name
+from narrowgate.flow.trace import Graph, in_mode, is_in_place, layer_of, op_name
 from narrowgate.flow.unknown import Numbers, open_parts, slim
 from narrowgate.gates import Gate
 
@@ -90,6 +91,7 @@ class Flow(Couplings):
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.by_head = by_head or {}  # views whose channels go along this axis, not along the innermost
         self.closed = closed
+        self.frozen_norms = set() if closed is None else norms_left_in_eval_mode(model)
         self.numbers = numbers or Numbers(model)
         self.numbers.missing.update(graph.written.values())  # they are others in the next forward pass
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -264,6 +266,16 @@ class Flow(Couplings):
         if name in self.numbers.missing or tensor.is_complex():
             return False
         return self.closed is None or isinstance(self.modules[name.rpartition(".")[0]], Gate)
+
+
+def norms_left_in_eval_mode(model: nn.Module) -> set[str]:
+    """Norms that keep their running statistics while the model trains: set so by hand, or by its own ``train``."""
+    norms = {
+        name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NormBase)
+    }
+    frozen = {name for name, norm in norms.items() if model.training and not norm.training}
+    with in_mode(model, True):
+        return frozen | {name for name, norm in norms.items() if not norm.training}
 
 
 def wall_rule(flow: Flow, node: Node, why: str = "no rule for this operation") -> None:

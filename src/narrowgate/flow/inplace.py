@@ -131,11 +131,14 @@ def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizer
     how = plan.cuts.get(edit.weight)
     rows = how.keep.get(1 if edit.transposed else 0) if how is not None else None
     kept = bias if rows is None else bias[torch.tensor(rows, device=bias.device)]
-    layer.bias = nn.Parameter(kept.clone())
+    layer.bias = nn.Parameter(kept.clone(), cast(Tensor, layer.weight).requires_grad)  # a frozen layer stays so
     if optimizer is not None:
         for group in optimizer.param_groups:
             if any(parameter is layer.weight for parameter in group["params"]):
                 group["params"].append(layer.bias)
-        # Fused SGD takes momentum for all parameters or for none; zero is what the first step would start from.
-        if isinstance(optimizer.state.get(cast(Tensor, layer.weight), {}).get("momentum_buffer"), Tensor):
+                group.get("param_names", []).append(f"{edit.layer}.bias")
+        # Fused SGD takes momentum for all parameters or for none; zero is what the first step would start from. Others
+        # with such a buffer, as RMSprop, keep more beside it, and make all of it for a parameter without state.
+        state = optimizer.state.get(cast(Tensor, layer.weight), {})
+        if state.keys() == {"momentum_buffer"} and isinstance(state["momentum_buffer"], Tensor):
             optimizer.state[layer.bias] = {"momentum_buffer": torch.zeros_like(layer.bias)}

@@ -58,8 +58,13 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
     scale = _scale(flow, names[0], state.shape[1])
     shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names[1:])
     values = state.along(1)
-    if training or flow.closed is not None or mean is None or variance is None:
+    frozen = layer_of(node) in flow.frozen_norms
+    if training or (flow.closed is not None and not frozen) or mean is None or variance is None:
         values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
+    elif flow.closed is not None:  # what varies may learn a scale of 0 away; a constant is what it is now
+        now = _vector(flow, names[0], state.shape[1])
+        now = None if now is None or scale is None else np.where(np.isnan(values), scale, now)
+        values = _standardise(values, (mean, variance, now, shift), eps, out.dtype)
     else:
         vectors = (mean, variance, scale, shift)
         values = _standardise(values, vectors, eps, out.dtype)

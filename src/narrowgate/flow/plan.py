@@ -149,7 +149,8 @@ def plan(
             at padded borders); ``drop`` ignores constants, as the paper does before fine-tuning.
         round_to: keep dead channels so that widths are multiples of this.
         training: the model goes on training: only closed gates count as dead (a zero-initialised filter is about to
-            learn), and a dead channel's constant is what it is in training. For ``compact_``.
+            learn), and a dead channel's constant is what it is in training. A BatchNorm that is in eval mode while
+            the model is in training mode is taken for frozen. For ``compact_``.
         weights: the numbers of a model whose parameters are on the meta device or fake, by name; a
             ``narrowgate.streamed.Checkpoint`` reads them one at a time. Without them, the plan is what its gates prove.
     """
@@ -168,7 +169,7 @@ def plan(
 def plan_traced(
     model: nn.Module,
     example_inputs: ExampleInputs,
-    tracer: Callable[[nn.Module, ExampleInputs], Graph],
+    tracer: Callable[..., Graph],
     layout: str,
     constants: str,
     round_to: int,
@@ -187,7 +188,7 @@ def plan_traced(
     if by_head:
         flow = Flow(graph, plain, constants, closed, by_head, numbers).run(RULES)
     flow.walls += unknown_constants(flow)
-    pin_training_only(flow, plain, example_inputs)
+    pin_training_only(flow, plain, example_inputs, tracer)
     while True:
         decision = decide(flow, round_to)
         made = build(flow, decision, plain, layout)

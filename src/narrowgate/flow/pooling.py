@@ -161,11 +161,12 @@ def along_one_axis(flow: Flow, node: Node) -> None:
 
 
 def dropout(flow: Flow, node: Node) -> None:
-    """The identity in eval mode; in training a zero stays zero and everything else is random."""
+    """The identity in eval mode; in training a zero stays zero, but not in alpha dropout, and all else is random."""
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
     trains = bool(arg(node, 2, "train", False))
-    values = np.where(state.values == 0, 0.0, np.nan) if trains else state.values
+    stays = (state.values == 0) & ("alpha" not in op_name(node))
+    values = np.where(stays, 0.0, np.nan) if trains else state.values
     put_per_channel(flow, node, read, like(state, shape_of(node), values))
 
 

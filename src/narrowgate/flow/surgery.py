@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -130,7 +132,8 @@ def _add_biases(model: nn.Module, plan: Plan, edited: dict[str, Tensor]) -> None
             rows = weight_cut.keep.get(1 if edit.transposed else 0) if weight_cut else None
             if rows is not None:
                 bias = bias[torch.tensor(rows, device=bias.device)]
-            model.get_submodule(edit.layer).bias = nn.Parameter(bias.clone())
+            layer = model.get_submodule(edit.layer)
+            layer.bias = nn.Parameter(bias.clone(), cast(Tensor, layer.weight).requires_grad)  # a frozen layer stays so
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,13 +62,19 @@ def layer_of(node: Node) -> str:
     return str(path).removeprefix("L['self'].").removeprefix("L['self']") or "the model itself"
 
 
-def trace(model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False) -> Graph:
-    """Trace an ungated model with torch.export; the model is left in the mode it was in."""
+def trace(
+    model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False, frozen: Collection[str] = ()
+) -> Graph:
+    """Trace an ungated model with torch.export; the model is left in the mode it was in.
+
+    Args:
+        frozen: layers that are in eval mode whatever the rest is in.
+    """
     args, kwargs = call_arguments(example_inputs)
     if lacks_numbers(model):
         fakes, args, kwargs = fake_tensors(model, args, kwargs)
         model = copy_structure(model, fakes)
-    with in_mode(model, train), torch.no_grad(), warnings.catch_warnings():
+    with in_mode(model, train, frozen), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _no_stack_traces():
@@ -121,17 +127,18 @@ class Tracer:
     """``trace`` for a model that is planned again and again as its gates close: anew only when it has changed shape."""
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._graph: Graph | None = None
+        self._found: dict[bool, tuple[object, Graph]] = {}
 
-    def __call__(self, model: nn.Module, example_inputs: ExampleInputs) -> Graph:
+    def __call__(
+        self, model: nn.Module, example_inputs: ExampleInputs, *, train: bool = False, frozen: Collection[str] = ()
+    ) -> Graph:
         """The model's graph."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
-        key = id(example_inputs), shapes, tuple(type(module) for module in model.modules())
-        if self._graph is None or key != self._key:
-            self._key, self._graph = key, trace(model, example_inputs)
-        return self._graph
+        key = id(example_inputs), shapes, tuple(type(module) for module in model.modules()), frozenset(frozen)
+        if train not in self._found or self._found[train][0] != key:
+            self._found[train] = key, trace(model, example_inputs, train=train, frozen=frozen)
+        return self._found[train][1]
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -195,10 +202,12 @@ def without_gc() -> Iterator[None]:
 
 
 @contextmanager
-def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
-    """Put a model in training or eval mode, and every module back as it was."""
+def in_mode(model: nn.Module, train: bool, frozen: Collection[str] = ()) -> Iterator[None]:
+    """Put a model in training or eval mode, all but some layers, and every module back as it was."""
     before = [(module, module.training) for module in model.modules()]
     model.train(train)
+    for name in frozen:
+        model.get_submodule(name).eval()
     try:
         yield
     finally:

@@ -1,45 +1,103 @@
-"""Auxiliary heads: parts of a model that run in training only must still fit what feeds them."""
+"""What runs in training only: auxiliary heads must still fit what feeds them, and noise keeps dead channels alive."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from torch import nn
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
+from narrowgate.flow.attention import views_by_head
 from narrowgate.flow.rules import RULES
-from narrowgate.flow.state import Labels
-from narrowgate.flow.trace import ExampleInputs, TraceError, layer_of, trace
+from narrowgate.flow.state import Labels, Values
+from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op_name, trace
 
 _WHY = "it runs in training only"
+_NOT_SEEN = "torch.export can't trace it in training mode, and what it does there alone is not seen"
+_IN_BOTH_MODES = frozenset("batch_norm instance_norm dropout feature_dropout".split())
 _NONE = np.zeros(0, np.int64)
 
 
-def pin_training_only(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> None:
-    """Keep the inputs of every layer that the eval graph does not show at full width."""
+def pin_training_only(
+    flow: Flow, model: nn.Module, example_inputs: ExampleInputs, tracer: Callable[..., Graph] = trace
+) -> None:
+    """Keep what only training mode needs: the inputs of layers that the eval graph does not show, at full width.
+
+    And for a model that goes on training, channels that are dead in eval mode only: noise or a shift may be added to
+    them in training.
+    """
     unseen = {name for name, _ in model.named_parameters()} - {name for name, uses in flow.uses.items() if uses}
-    if not unseen:
+    if not unseen and flow.closed is None:
         return
     try:
-        graph = trace(model, example_inputs, train=True)
+        graph = tracer(model, example_inputs, train=True, frozen=flow.frozen_norms)
     except TraceError:
         names = ", ".join(sorted({name.rpartition(".")[0] for name in unseen})[:3])
-        flow.walls.append(Wall(names, "not traced", "it does not run in eval mode; it may no longer fit in training"))
+        what = "it does not run in eval mode; it may no longer fit in training" if unseen else _NOT_SEEN
+        flow.walls.append(Wall(names or type(model).__name__, "not traced", what))
         return
-    other = Flow(graph, model, flow.constants).run(RULES)
-    owner = {(name, axis): labels for (name, axis), labels in other.axis_labels.items()}
-    for node in graph.nodes:
+    if unseen:
+        _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
+    if flow.closed is not None and not _same_operations(flow.graph, graph):
+        _pin_what_differs(flow, _in_training(flow, graph, model))
+
+
+def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
+    """``other`` is the training graph's."""
+    for node in other.graph.nodes:
         if node.op != "call_function":
             continue
         reads = node.all_input_nodes
-        if not any(graph.tensors.get(source) in unseen for source in reads):
+        if not any(other.graph.tensors.get(source) in unseen for source in reads):
             continue
-        wanted = np.concatenate([_NONE, *(_labels(other, source) for source in reads if source not in graph.tensors)])
-        for (name, axis), labels in owner.items():
+        streams = [source for source in reads if source not in other.graph.tensors]
+        wanted = np.concatenate([_NONE, *(_labels(other, source) for source in streams)])
+        for (name, axis), labels in other.axis_labels.items():
             hit = np.isin(labels, wanted)
             if hit.any() and (name, axis) in flow.axis_labels:
                 flow.pin(flow.axis_labels[name, axis][hit], f"for {layer_of(node)}, {_WHY}")
         flow.walls.append(Wall(layer_of(node), "training only", _WHY))
+
+
+def _same_operations(one: Graph, other: Graph) -> bool:
+    """Whether two graphs do the same with the same numbers, but for norms and dropout, which have rules for both."""
+    nodes = [[node for node in graph.nodes if node.op == "call_function"] for graph in (one, other)]
+    return len(nodes[0]) == len(nodes[1]) and all(map(_same, *nodes))
+
+
+def _same(one: Node, other: Node) -> bool:
+    name = op_name(one)
+    if name != op_name(other) or "alpha" in name:
+        return False
+    numbers = [
+        [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, Node)] for node in (one, other)
+    ]
+    return name in _IN_BOTH_MODES or repr(numbers[0]) == repr(numbers[1])
+
+
+def _in_training(flow: Flow, graph: Graph, model: nn.Module) -> Flow:
+    other = Flow(graph, model, flow.constants, flow.closed, None, flow.numbers).run(RULES)
+    if by_head := views_by_head(other):
+        other = Flow(graph, model, flow.constants, flow.closed, by_head, flow.numbers).run(RULES)
+    return other
+
+
+def _pin_what_differs(flow: Flow, other: Flow) -> None:
+    """Keep what a layer reads as one number in eval mode, and in training as another or as one that varies."""
+    in_training: dict[str, list[Values]] = {}
+    for mixer in other.mixers:
+        in_training.setdefault(mixer.weight, []).append(mixer.inputs.values)
+    for mixer in flow.mixers:
+        now, then = mixer.inputs.values, in_training.get(mixer.weight)
+        if then is None:  # it does not run in training
+            continue
+        same = then.pop(0) if len(then) > 1 else then[0]
+        differs = ~np.isnan(now) & ~(now == same) if len(now) == len(same) else ~np.isnan(now)
+        if differs.any():
+            flow.pin(mixer.inputs.labels[differs], f"for {mixer.layer}, which reads something else in training")
+            flow.walls.append(Wall(mixer.layer, "differs", "some of what it reads is dead in eval mode only"))
 
 
 def _labels(flow: Flow, source: Node) -> Labels:
