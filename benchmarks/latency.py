@@ -65,7 +65,10 @@ def main() -> None:
         dense = getattr(torchvision.models, name)().eval()
         for round_to in arguments.round_to:
             for left in arguments.left:
-                book.measure((name, left, round_to), dense, cut_to(dense, example, left, round_to), example)
+                if (small := cut_to(dense, example, left, round_to)) is None:
+                    print(f"{name} can't be cut to {left:.0%} of its multiply-adds in multiples of {round_to}")
+                else:
+                    book.measure((name, left, round_to), dense, small, example)
     print(f"\n{page(book.record())}")
 
 
@@ -154,8 +157,8 @@ def merged(before: Latency | None, result: Latency) -> Latency:
     )
 
 
-def cut_to(dense: nn.Module, example: Tensor, left: float, round_to: int) -> nn.Module:
-    """The widest network of this kind that has at most this share of the multiply-adds left."""
+def cut_to(dense: nn.Module, example: Tensor, left: float, round_to: int) -> nn.Module | None:
+    """The widest network of this kind that has at most this share of the multiply-adds left; None if there is none."""
     whole = ng.summarize(dense, example).multiply_adds
     guess = 1 - left**0.5  # the share of channels to zero, if both sides of every layer shrink
     low, high = max(0.0, guess - 0.1), min(0.95, guess + 0.15)
@@ -170,7 +173,7 @@ def cut_to(dense: nn.Module, example: Tensor, left: float, round_to: int) -> nn.
         else:
             low = share
     if best is None:
-        raise SystemExit(f"{type(dense).__name__} can't be cut to {left:.0%} of its multiply-adds this way")
+        return None
     odd = {m.out_channels for m in best.modules() if isinstance(m, nn.Conv2d) and m.out_channels % round_to}
     assert not odd, f"widths {odd} are no multiples of {round_to}"
     return best
