@@ -283,6 +283,15 @@ def test_what_is_dead_in_eval_mode_only_stays_while_training(between, cut):
     assert len(kept(ng.plan(model, image(channels=3)), "first.weight")) == 2  # not if training is over
 
 
+def test_constants_behind_dropout_go_while_training():
+    """They are random in training, and on average what they are in eval mode: as before, the run is alike."""
+    model = Noisy(nn.Sequential(nn.BatchNorm2d(6), nn.Dropout(0.5))).double()
+    with torch.no_grad():
+        model.between[0].bias.fill_(0.5)
+        ng.attach_gates_(model)["first"].g[:4] = 0
+    assert len(kept(ng.plan(model, image(), training=True), "first.weight")) == 2
+
+
 def test_refusals_touch_nothing():
     model = settle_(Residual(), image())
     close_(model.conv1, [0, 1])

@@ -161,12 +161,17 @@ def along_one_axis(flow: Flow, node: Node) -> None:
 
 
 def dropout(flow: Flow, node: Node) -> None:
-    """The identity in eval mode; in training a zero stays zero, but not in alpha dropout, and all else is random."""
+    """The identity in eval mode; in training a zero stays zero, but not in alpha dropout, and all else is random.
+
+    A constant that a model in training has is what it is on average: cut, the run is alike, as with a norm's shift.
+    """
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
-    trains = bool(arg(node, 2, "train", False))
-    stays = (state.values == 0) & ("alpha" not in op_name(node))
-    values = np.where(stays, 0.0, np.nan) if trains else state.values
+    alpha = "alpha" in op_name(node)
+    if not arg(node, 2, "train", False) or (flow.closed is not None and not alpha):
+        values = state.values
+    else:
+        values = np.where((state.values == 0) & (not alpha), 0.0, np.nan)
     put_per_channel(flow, node, read, like(state, shape_of(node), values))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
@@ -63,8 +63,18 @@ def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
 
 def _same_operations(one: Graph, other: Graph) -> bool:
     """Whether two graphs do the same with the same numbers, but for norms and dropout, which have rules for both."""
-    nodes = [[node for node in graph.nodes if node.op == "call_function"] for graph in (one, other)]
+    nodes = [
+        [node for node in graph.nodes if node.op == "call_function" and not _counts(graph, node)]
+        for graph in (one, other)
+    ]
     return len(nodes[0]) == len(nodes[1]) and all(map(_same, *nodes))
+
+
+def _counts(graph: Graph, node: Node) -> bool:
+    """Whether it is a norm's number of batches, counted up."""
+    value = node.meta.get("val")
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+    return whole and all(source in graph.tensors for source in node.all_input_nodes)
 
 
 def _same(one: Node, other: Node) -> bool:
