@@ -11,7 +11,6 @@ import numpy as np
 from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer, Wall
-from narrowgate.flow.attention import views_by_head
 from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
@@ -19,7 +18,7 @@ from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import edit_of, grouped_columns
 from narrowgate.flow.numbers import own_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
-from narrowgate.flow.rules import RULES
+from narrowgate.flow.rules import swept
 from narrowgate.flow.scatter import gather_before_norms, narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, Graph, layer_of, op_name, trace, without_gc
 from narrowgate.flow.training import pin_training_only
@@ -154,15 +153,20 @@ def plan(
         weights: the numbers of a model whose parameters are on the meta device or fake, by name; a
             ``narrowgate.streamed.Checkpoint`` reads them one at a time. Without them, the plan is what its gates prove.
     """
+    check_choices(constants, round_to, layout)
+    if layout == "auto" and lacks_numbers(model):
+        raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
+    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights)
+
+
+def check_choices(constants: str, round_to: int, layout: str = "aligned") -> None:
+    """Raise for options that ``plan`` does not take; a run that plans at its end asks when it begins."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     if constants not in CONSTANTS:
         raise ValueError(f"unknown constants {constants!r}; choose one of {', '.join(CONSTANTS)}")
     if not isinstance(round_to, int) or round_to < 1:
         raise ValueError(f"round_to must be a whole number, 1 or above, got {round_to!r}")
-    if layout == "auto" and lacks_numbers(model):
-        raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
-    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights)
 
 
 @without_gc()
@@ -183,10 +187,7 @@ def plan_traced(
     graph = tracer(plain, example_inputs)
     refuse_bypassed_gates(model, plain, graph)
     fill_vectors_(plain, numbers, graph, constants)
-    flow = Flow(graph, plain, constants, closed, None, numbers).run(RULES)
-    by_head = views_by_head(flow)
-    if by_head:
-        flow = Flow(graph, plain, constants, closed, by_head, numbers).run(RULES)
+    flow = swept(graph, plain, constants, closed, numbers)
     flow.walls += unknown_constants(flow)
     pin_training_only(flow, plain, example_inputs, tracer)
     while True:

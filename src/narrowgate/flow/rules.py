@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
 from torch.fx import Node
 
 from narrowgate.flow import attention, mixing, movement, normalising, pointwise, pooling, products, splits
-from narrowgate.flow.analysis import Flow
+from narrowgate.flow.analysis import ClosedGates, Flow
 from narrowgate.flow.following import following
+from narrowgate.flow.trace import Graph
+from narrowgate.flow.unknown import Numbers
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **following({**pointwise.RULES, **movement.RULES, **splits.RULES, **pooling.RULES, **normalising.RULES}),
@@ -16,3 +19,10 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **products.RULES,
     **attention.RULES,
 }
+
+
+def swept(graph: Graph, model: nn.Module, constants: str, closed: ClosedGates | None, numbers: Numbers | None) -> Flow:
+    """Everything the rules tell about a graph; a second time where attention turns out to lose whole heads."""
+    flow = Flow(graph, model, constants, closed, None, numbers).run(RULES)
+    by_head = attention.views_by_head(flow)
+    return Flow(graph, model, constants, closed, by_head, numbers).run(RULES) if by_head else flow

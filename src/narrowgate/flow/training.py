@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
-from narrowgate.flow.attention import views_by_head
-from narrowgate.flow.rules import RULES
+from narrowgate.flow.rules import RULES, swept
 from narrowgate.flow.state import Labels, Values
 from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op_name, trace
 
@@ -41,7 +40,7 @@ def pin_training_only(
     if unseen:
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
     if flow.closed is not None and not _same_operations(flow.graph, graph):
-        _pin_what_differs(flow, _in_training(flow, graph, model))
+        _pin_what_differs(flow, swept(graph, model, flow.constants, flow.closed, flow.numbers))
 
 
 def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
@@ -85,13 +84,6 @@ def _same(one: Node, other: Node) -> bool:
         [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, Node)] for node in (one, other)
     ]
     return name in _IN_BOTH_MODES or repr(numbers[0]) == repr(numbers[1])
-
-
-def _in_training(flow: Flow, graph: Graph, model: nn.Module) -> Flow:
-    other = Flow(graph, model, flow.constants, flow.closed, None, flow.numbers).run(RULES)
-    if by_head := views_by_head(other):
-        other = Flow(graph, model, flow.constants, flow.closed, by_head, flow.numbers).run(RULES)
-    return other
 
 
 def _pin_what_differs(flow: Flow, other: Flow) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from narrowgate.flow import Plan, Verification
 from narrowgate.flow.inplace import compact_
+from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import gates_of
 from narrowgate.measure import summarize
@@ -23,7 +24,6 @@ from narrowgate.penalties import Penalty
 from narrowgate.schedules import Schedule
 from narrowgate.storage import save
 from narrowgate.train.budget import Budget
-from narrowgate.train.choices import check_plan_choices
 from narrowgate.train.finish import remove
 from narrowgate.train.shrink import Shrinker, Shrunk, random_numbers_kept
 from narrowgate.train.size import parse_target
@@ -73,7 +73,7 @@ class Settings:
             raise ValueError("no gate would close: give strength=, for example 3e-3, or budget='params: 30%'")
         if self.shrink not in SHRINK:
             raise ValueError(f"unknown shrink {self.shrink!r}; choose one of {', '.join(SHRINK)}")
-        check_plan_choices(self.constants, self.round_to, self.layout)
+        check_choices(self.constants, self.round_to, self.layout)
         check_not_negative("threshold", self.threshold)
         if self.budget:
             parse_target(self.budget)

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,11 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
     recipe = Recipe.load(folder / RECIPE)
+    recipe = replace(recipe, teacher=replace(recipe.teacher, run=Path(recipe.teacher.run).name))  # not where it lay
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)
     tables = recipe.tables()
-    # Where they lay is nobody's business.
-    tables["data"] = {**tables["data"], "path": ""}
-    tables["teacher"] = {**tables["teacher"], "run": Path(recipe.teacher.run).name}
+    tables["data"] = {**tables["data"], "path": ""}  # where it lay is nobody's business
     finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
     return {
         "what": WHAT,
@@ -80,8 +80,6 @@ def command(recipe: Recipe, base: Path | None) -> str:
     words = ["narrowgate", "train", f"recipes/{base.name}"]
     for table, values in recipe.tables().items():
         for key, value in values.items():
-            if (table, key) == ("teacher", "run"):
-                value = Path(str(value)).name
             if value != start[table].get(key) and (table, key) != ("data", "path"):
                 words += ["--set", f"{table}.{key}={write_value(value)}"]
     return shlex.join(words)

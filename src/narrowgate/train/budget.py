@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
-from narrowgate.train.choices import check_plan_choices
 from narrowgate.train.ranking import Ranking
 from narrowgate.train.shrink import random_numbers_kept
 from narrowgate.train.size import SPARED, Size
@@ -84,7 +84,7 @@ class Budget:
     ) -> None:
         if epochs < 1:
             raise ValueError(f"epochs must be 1 or above, got {epochs}")
-        check_plan_choices(constants, round_to, layout)
+        check_choices(constants, round_to, layout)
         check_not_negative("threshold", threshold)
         _check_gates(model, penalty)
         self.model = model

@@ -20,12 +20,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
 from narrowgate.flow.inplace import compact_
-from narrowgate.flow.plan import Plan, plan
+from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
 from narrowgate.gates import Gate, GroupGate
 from narrowgate.gateset import gates_of
-from narrowgate.train.choices import check_plan_choices
 from narrowgate.weights import uncompiled
 
 
@@ -75,7 +74,7 @@ class Shrinker:
         round_to: int = 1,
     ) -> None:
         _check(model, optimizer, every, share)
-        check_plan_choices(constants, round_to)
+        check_choices(constants, round_to)
         self.model = model = uncompiled(model)
         self.example_inputs = example_inputs
         self.optimizer = optimizer
