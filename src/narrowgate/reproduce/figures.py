@@ -17,7 +17,11 @@ _SIGMAS = (0.1, 0.3, 1.0, 2.0)
 _COLOURS = {"none": "#555555", "l2": "#2a9d4a", "l1": "#1f6fb4", "bounded-l1": "#d1492e"}
 _MARKERS = {("none", False): "*", ("lin", False): "s", ("lin", True): "D", ("exp", False): "o", ("exp", True): "^"}
 _GATES = {"lin": "#1f6fb4", "exp": "#d1492e"}
-_OWN: Any = {"marker": "P", "color": "#7b3fa0", "markersize": 9, "linestyle": "none"}  # in no way that the paper has
+# In no way that the paper has, or shorter: without a teacher and with one.
+_OWN: dict[bool, Any] = {
+    taught: {"marker": marker, "color": "#7b3fa0", "markersize": 9, "linestyle": "none"}
+    for taught, marker in ((False, "P"), (True, "X"))
+}
 STYLE: Any = {
     "svg.hashsalt": "narrowgate",  # else the names inside an SVG are random
     "svg.fonttype": "path",
@@ -85,24 +89,24 @@ def _trade_off(runs: Sequence[Run]) -> Any:
         for row in FIGURE_2:
             if row.network == network and row.pruned is not None and row.accuracy is not None:
                 _mark(axis, row.kind, row.pruned, row.accuracy, hollow=True)
-        mine = [run for run in runs if run.network == network and is_whole(run)]
+        mine = [run for run in runs if run.network == network and run.data == "cifar100" and run.validation is None]
         for run in mine:
             if is_result(run):
                 _mark(axis, run.kind, 100 * run.pruned, 100 * run.accuracy)
             else:
-                axis.plot([100 * run.pruned], [100 * run.accuracy], **_OWN)
+                axis.plot([100 * run.pruned], [100 * run.accuracy], **_OWN[run.taught])
         if not mine:
-            axis.text(
-                0.5, 0.05, "no full-length run of ours yet", transform=axis.transAxes, ha="center", color="#777777"
-            )
+            axis.text(0.5, 0.05, "no run of ours yet", transform=axis.transAxes, ha="center", color="#777777")
         axis.set(title=f"{title}, CIFAR-100", xlabel="parameters pruned, %", xlim=(-4, 100))
         axis.margins(y=0.3)
     axes[0].set_ylabel("test accuracy, %")
     for kind in dict.fromkeys(row.kind for row in FIGURE_2):
         handles[kind] = _mark(axes[0], kind, float("nan"), float("nan"))
-    labels = [*map(str, handles), "our own way"]
-    (own,) = axes[0].plot([float("nan")], [float("nan")], **_OWN)
-    figure.legend([*handles.values(), own], labels, loc="lower center", ncol=6, bbox_to_anchor=(0.5, -0.13), fontsize=8)
+    labels = [*map(str, handles), "our own way, or shorter", "the same, with a teacher"]
+    own = [axes[0].plot([float("nan")], [float("nan")], **style)[0] for style in _OWN.values()]
+    figure.legend(
+        [*handles.values(), *own], labels, loc="lower center", ncol=6, bbox_to_anchor=(0.5, -0.13), fontsize=8
+    )
     figure.suptitle("filled: ours, one marker a run; hollow: the paper's numbers", y=1.0, fontsize=9)
     return figure
 

@@ -46,12 +46,10 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     missing = [name for name in (RECIPE, METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
-    recipe = Recipe.load(folder / RECIPE)
-    recipe = replace(recipe, teacher=replace(recipe.teacher, run=Path(recipe.teacher.run).name))  # not where it lay
+    recipe = _anywhere(Recipe.load(folder / RECIPE))
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)
     tables = recipe.tables()
-    tables["data"] = {**tables["data"], "path": ""}  # where it lay is nobody's business
     finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
     return {
         "what": WHAT,
@@ -76,13 +74,19 @@ def command(recipe: Recipe, base: Path | None) -> str:
     """What makes a run of this recipe again, from a file of recipes."""
     if base is None:
         return "narrowgate train recipe.toml  # with the tables of `recipe`"
-    start = Recipe.load(base).tables()
+    start = _anywhere(Recipe.load(base)).tables()
     words = ["narrowgate", "train", f"recipes/{base.name}"]
     for table, values in recipe.tables().items():
         for key, value in values.items():
-            if value != start[table].get(key) and (table, key) != ("data", "path"):
+            if value != start[table].get(key):
                 words += ["--set", f"{table}.{key}={write_value(value)}"]
     return shlex.join(words)
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe without where its images and its teacher lay, which is nobody's business."""
+    teacher = replace(recipe.teacher, run=Path(recipe.teacher.run).name)
+    return replace(recipe, data=replace(recipe.data, path=""), teacher=teacher)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
