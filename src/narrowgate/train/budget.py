@@ -52,7 +52,8 @@ class Budget:
     then is held in the same way. Only if it isn't met when ``arrive`` of the epochs are done are the smallest closed.
 
     Args:
-        target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end.
+        target: ``"params: 30%"`` or ``"flops: 50%"`` (multiply-adds) of the network without gates, left at the end, or
+            up to half a point less; one channel of a small network may be worth more than that.
         model: the gated model at full size.
         example_inputs: what the model is traced with, as for ``ng.plan``.
         penalty: the one whose strength is moved; a schedule that it had ends, with ``steer`` now, else at the target.
@@ -201,7 +202,7 @@ class Budget:
             self._open = ranks.count - ranks.closed
             return
         known = {ranks.closed: self.left}
-        closed = self.size.search(ranks, known, self.target, self.size.near if meet else self.size.rough)
+        closed = self.size.meet(ranks, known) if meet else self.size.search(ranks, known, self.target, self.size.rough)
         self._goal = ranks.count - closed
         if meet:
             ranks, known, closed = self.size.gently(ranks, known, closed, self.left)

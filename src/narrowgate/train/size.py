@@ -16,7 +16,7 @@ from narrowgate.measure.counts import summarize
 from narrowgate.train.ranking import Ranking, gates_given_back, nearest
 
 KINDS = ("params", "flops")
-_NEAR = 0.005, 0.05  # a search ends this near to the target, as a share of the network and of the target
+_NEAR = 0.005, 0.05  # a search ends this far below the target at the most, as a share of the network and of the target
 _ROUGH = 0.02, 0.2  # near enough on the way
 # No layer loses more than the other half of its open gates at one look, if the target can be met like that: sizes of
 # gates compare badly between layers, whose weights make up for small gates, and one channel is a bottleneck.
@@ -49,6 +49,7 @@ class Size:
     ) -> None:
         self.kind, self.target = parse_target(text)
         self.near, self.rough = (min(share, of_target * self.target) for share, of_target in (_NEAR, _ROUGH))
+        self.middle, self.slack = self.target - self.near / 2, self.near / 2  # what is asked for is not to be exceeded
         self.training = True
         """Whether a zero other than a gate's counts as one that is about to learn."""
         self._model, self._example = model, example_inputs
@@ -65,10 +66,14 @@ class Size:
         if closed <= ranks.closed:  # nothing is to be closed
             return ranks, known, closed
         gentle = ranks.sparing(SPARED)
-        if (least := self.left(gentle, gentle.most)) > self.target + self.near:
+        if (least := self.left(gentle, gentle.most)) > self.target:
             return ranks, known, closed
         known = {gentle.closed: left, gentle.most: least}
-        return gentle, known, self.search(gentle, known, self.target, self.near)
+        return gentle, known, self.meet(gentle, known)
+
+    def meet(self, ranks: Ranking, known: dict[int, float]) -> int:
+        """How many have to close for the target, and hardly more."""
+        return self.search(ranks, known, self.middle, self.slack)
 
     def search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
         """How many have to close to come this near to a share; what is found out on the way is kept in ``known``."""
@@ -79,10 +84,10 @@ class Size:
         best, order = closed, ranks.order
         place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
         for _ in range(_TRIES):
-            if abs(known[best] - self.target) <= 2 * self.near or place >= ranks.most:
+            if abs(known[best] - self.middle) <= 2 * self.near or place >= ranks.most:
                 break
             left = self.left(ranks, place + 1)
-            if abs(left - self.target) < abs(known[best] - self.target):
+            if abs(left - self.middle) < abs(known[best] - self.middle):
                 best, order, known[place + 1] = place + 1, ranks.order, left
             if left > self.target:
                 place += 1
