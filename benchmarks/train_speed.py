@@ -1,10 +1,10 @@
 """How fast does the engine train? Epochs of ``narrowgate train`` and of plain PyTorch loops, taken in turns in one run.
 
-On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual pruning script: the network without gates, a
-``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph; ``--plain-bf16`` adds one under
-autocast. The engine
-trains the *gated* network from a recipe, as a CUDA graph (gates before the norm as in the paper, and after it) and as
-a compiled one.
+On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual training script: the network without gates, a
+``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph. Another is the usual pruning
+script: the same, with gates as one writes them by hand, a module behind each convolution and a penalty. ``--plain-bf16``
+adds one under autocast. The engine trains the *gated* network from a recipe, as a CUDA graph (gates before the norm as in
+the paper, and after it) and as a compiled one.
 
 On a CPU (MNIST, LeNet-5) the plain loop trains the same gated network with the same penalty over tensors in memory, and
 the engine's whole epoch counts, evaluation included in both.
@@ -143,9 +143,10 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def gpu_loops(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Turn]]:
     """Plain loops first, then the engine's."""
-    plain = (("plain, float32", False), ("plain, bfloat16", True))
-    for label, bf16 in plain if arguments.plain_bf16 else plain[:1]:
-        yield label, Plain(name, arguments.data, bf16, arguments.plain_steps)
+    yield "plain, float32", Plain(name, arguments.data, arguments.plain_steps)
+    yield "gates by hand, float32", Plain(name, arguments.data, arguments.plain_steps, gated=True)
+    if arguments.plain_bf16:
+        yield "plain, bfloat16", Plain(name, arguments.data, arguments.plain_steps, bf16=True)
     kinds = [("engine, graph", "before-norm", "false"), ("engine, graph, gates after the norm", "after-norm", "false")]
     if not arguments.no_compile:
         kinds.append(("engine, compiled graph", "before-norm", "true"))
@@ -186,7 +187,7 @@ class Engine:
 class Plain:
     """A stretch of the usual script a turn, from a DataLoader; milliseconds a step."""
 
-    def __init__(self, name: str, path: Path, bf16: bool, steps: int) -> None:
+    def __init__(self, name: str, path: Path, steps: int, bf16: bool = False, gated: bool = False) -> None:
         from torchvision import transforms
 
         with np.load(path) as arrays:
@@ -210,7 +211,9 @@ class Plain:
             persistent_workers=True,
         )
         self.batches = iter(self.loader)
-        self.model = models.build(name, 100).cuda().train()
+        model = models.build(name, 100)
+        self.gates = gate_by_hand(model) if gated else []
+        self.model = model.cuda().train()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, 0.9, weight_decay=1e-4)
         self.bf16, self.steps = bf16, steps
 
@@ -237,8 +240,33 @@ class Plain:
         self.optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
             loss = F.cross_entropy(self.model(images), labels)
+        for gate in self.gates:
+            loss = loss + 1e-4 * (1 - torch.exp(-gate.g.abs())).sum()
         loss.backward()
         self.optimizer.step()
+
+
+class HandGate(nn.Module):
+    """The paper's exponential gate as one would write it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each channel times its gate's value."""
+        return x * (1 - torch.exp(-self.g * self.g)).view(1, -1, 1, 1)
+
+
+def gate_by_hand(model: nn.Module) -> list[HandGate]:
+    """Put a gate behind every convolution, as part of a sequence in its place."""
+    gates = []
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Conv2d):
+                gates.append(HandGate(child.out_channels))
+                setattr(module, name, nn.Sequential(child, gates[-1]))
+    return gates
 
 
 class _Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
