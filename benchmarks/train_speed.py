@@ -1,10 +1,10 @@
 """How fast does the engine train? Epochs of ``narrowgate train`` and of plain PyTorch loops, taken in turns in one run.
 
-On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual training script: the network without gates, a
-``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph. Another is the usual pruning
-script: the same, with gates as one writes them by hand, a module behind each convolution and a penalty. ``--plain-bf16``
-adds one under autocast. The engine trains the *gated* network from a recipe, as a CUDA graph (gates before the norm as in
-the paper, and after it) and as a compiled one.
+On a GPU (``--data`` is a CIFAR-100 array file) the plain loop is the usual training script: the network without
+gates, a ``DataLoader`` with worker processes and torchvision's augmentation, float32, no graph. Another is the usual
+pruning script: the same, with gates as one writes them by hand, a module behind each convolution and a penalty.
+``--plain-bf16`` adds one under autocast. The engine trains the *gated* network from a recipe, as a CUDA graph (gates
+before the norm as in the paper, and after it) and as a compiled one.
 
 On a CPU (MNIST, LeNet-5) the plain loop trains the same gated network with the same penalty over tensors in memory, and
 the engine's whole epoch counts, evaluation included in both.
