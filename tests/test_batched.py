@@ -311,3 +311,14 @@ def test_merging_takes_every_hook_away():
     ng.merge_gates_(model)
     assert not model._forward_pre_hooks and not model._forward_hooks and not model._forward_hooks_always_called
     assert not any(key.startswith("_narrowgate") for key in vars(model))
+
+
+@batches
+def test_gates_whose_layers_were_replaced_are_named():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    ng.attach_gates_(model, placement="after-norm")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.warns(UserWarning, match=r"gates on 1 have no effect: other layers .* then call attach_gates_"):
+        model(x)
+    model(x)  # a second warning would be an error

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -215,6 +216,19 @@ def test_a_collapse_is_undone():
         ng.plan(model, EXAMPLE)
     budget.step(1)
     assert left(model, "params") == pytest.approx(0.4, abs=0.02)
+
+
+def test_the_scale_of_the_gradients_is_not_forgotten():
+    model, gates = gated()
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-3, momentum=0.9)
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    budget = Budget("flops: 30%", model, EXAMPLE, penalty, 10, optimizer=optimizer)
+    (model(torch.randn_like(EXAMPLE)).sum() + penalty()).backward()
+    optimizer.step()
+    budget.step(6)
+    states = [optimizer.state[g] for g in gates.parameters()]
+    assert not any(state["momentum_buffer"].any() for state in states)
+    assert all(state["square_avg"].any() for state in states)
 
 
 def test_the_target_is_held():
@@ -451,3 +465,22 @@ def test_gates_that_are_not_numbers_are_named():
     gates["1"].g.data[0] = math.nan
     with pytest.raises(ValueError, match="of 1 contain NaN"):
         budget.step(0)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+def test_a_copy_goes_on_by_itself(again):
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)
+    copied_model, copied = again((model, budget))
+    for epoch in range(10):
+        copied.step(epoch)
+    copied.penalty.set_epoch(10)
+    assert copied.holding and copied.penalty.strength == 0
+    assert left(copied_model, "params") == pytest.approx(0.4, abs=0.02)
+    assert gates.closed_fraction() == 0 and budget.penalty.strength == 1e-3
+
+
+def test_a_wrapped_model_is_refused():
+    model, gates = gated()
+    with pytest.raises(TypeError, match=r"Budget needs the model inside DataParallel: pass model\.module"):
+        Budget("params: 40%", nn.DataParallel(model), EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 10)

@@ -174,3 +174,19 @@ def test_a_linear_gate_is_the_norms_own_scale():
     assert gate.value().tolist() == [0.5, 0.25, 0, 2]
     gate.close_(torch.tensor([True, False, False, False]))
     assert_same(model[1].weight.detach(), torch.tensor([0, -0.25, 0, 2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_cast_to_half_keeps_its_gates_in_float32(dtype):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    gates = ng.attach_gates_(model)
+    g = gates["0"].g
+    with torch.no_grad():
+        g.copy_(torch.tensor([0.1234567, 1e-5, 0.7654321, 1.0]))
+    before = g.detach().clone()
+    model.to(dtype)
+    assert model[0].weight.dtype == dtype and gates["0"].g is g and torch.equal(g, before)
+    assert model(torch.ones(1, 4, dtype=dtype)).dtype == dtype
+    ng.Penalty(gates, "l1", 1e-3).proximal_(0.1)
+    assert (g < before).all()  # a step that half precision would round away
+    assert model.double()[0].gate.g.dtype == torch.float64

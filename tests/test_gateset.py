@@ -35,6 +35,17 @@ class TestMerging:
         with unchanged(model), pytest.raises(ValueError, match=message):
             ng.merge_gates_(model)
 
+    def test_a_weight_that_is_computed_is_refused_by_name_and_merged_once_it_is_not(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+        spread_gates_(ng.attach_gates_(model))
+        nn.utils.parametrizations.weight_norm(model[1])
+        expected = model(torch.ones(1, 3))
+        message = r"the weight of 1 is computed.*remove_parametrizations"
+        with unchanged(model), pytest.raises(ValueError, match=message):
+            ng.merge_gates_(model)
+        nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+        assert_same(ng.merge_gates_(model)(torch.ones(1, 3)), expected, rtol=1e-6, atol=1e-6)
+
     def test_a_model_without_gates_is_left_as_it_is(self):
         model = ConvNet()
         with unchanged(model):

@@ -165,6 +165,47 @@ def test_an_optimizer_without_the_gates_is_refused():
         check_optimizer(torch.optim.SGD(weights, 0.1), model)
 
 
+def test_a_proximal_step_goes_by_each_gates_own_learning_rate():
+    model = network(closed=1000)
+    gates = ng.gates_of(model)
+    first, second = gates.parameters()
+    others = [p for p in model.parameters() if p is not first and p is not second]
+    groups = [{"params": others}, {"params": [first], "lr": 0.0}, {"params": [second], "lr": 0.1, "momentum": 0.5}]
+    narrowing = Narrowing(model, EXAMPLE, ALIKE["proximal"], EPOCHS)
+    narrowing.use_(torch.optim.SGD(groups, lr=1.0))
+    before = first.detach().clone(), second.detach().clone()
+    narrowing.after_step_()
+    assert torch.equal(first, before[0])
+    torch.testing.assert_close(second.detach(), (before[1] - 0.02 * 0.1 / 0.5).clamp(min=0))
+
+
+def test_a_gate_that_is_frozen_does_not_stand_for_the_others():
+    model = network(closed=1000)
+    first, second = ng.gates_of(model).parameters()
+    first.requires_grad_(False)
+    narrowing = Narrowing(model, EXAMPLE, ALIKE["proximal"], EPOCHS)
+    narrowing.use_(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    before = first.detach().clone(), second.detach().clone()
+    narrowing.after_step_()
+    assert torch.equal(first, before[0]) and (second[1:] < before[1][1:]).all()
+    second.requires_grad_(False)
+    with pytest.raises(ValueError, match="all are frozen"):
+        narrowing.use_(sgd(model))
+
+
+def test_weights_from_before_the_budget_was_met_are_noticed():
+    model = network(closed=1000)
+    before = copy.deepcopy(model.state_dict())
+    narrowing = Narrowing(model, EXAMPLE, Settings("l1", budget="params: 40%", shrink="end"), EPOCHS)
+    narrowing.use_(sgd(model))
+    for epoch in range(EPOCHS):
+        narrowing.end_epoch(epoch)
+    assert size(narrowing.finish().small) == pytest.approx(0.4 * size(model), rel=0.1)
+    model.load_state_dict(before)  # as load_best_model_at_end does
+    with pytest.warns(UserWarning, match=r"was met with .*%, but .*% is left .* load_best_model_at_end"):
+        narrowing.finish()
+
+
 # Lightning
 
 
@@ -282,6 +323,23 @@ def test_accumulated_batches_are_one_step(lightning):
     without, with_penalty = seen
     open_gates = network()[0].gate.g != 0
     torch.testing.assert_close(with_penalty - without, open_gates.float(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_averages_of_weights_with_a_cut_at_the_end(lightning, name):
+    if not hasattr(lightning.callbacks, name):
+        pytest.skip("this version of Lightning has no such callback")
+    average = getattr(lightning.callbacks, name)(*((0.05,) if name.startswith("Stochastic") else ()))
+    model, narrow = module(lightning), callback(Settings("l1", budget="params: 40%", shrink="end"))
+    trainer(lightning, narrow, average).fit(model, batches())
+    assert size(narrow.result.small) == pytest.approx(0.4 * size(network()), rel=0.1)
+
+
+def test_a_network_in_half_precision(lightning):
+    model, narrow = module(lightning), callback(ALIKE["budget"])
+    trainer(lightning, narrow, precision="bf16-true").fit(model, batches())
+    assert model.net[0].weight.dtype == torch.bfloat16 and model.net[0].gate.g.dtype == torch.float32
+    assert size(narrow.result.small) == pytest.approx(0.4 * size(network()), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +489,26 @@ def test_without_penalty_and_closed_gates_hugging_face_removes_nothing(transform
     run, narrow = hugging_face(transformers, tmp_path, Settings("l1", strength=0.0, every=1), model, num_train_epochs=2)
     run.train()
     assert size(narrow.result.small) == size(model) == size(resnet(transformers))
+
+
+def test_epochs_of_a_dataset_without_a_length_are_counted(transformers, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __iter__(self):
+            return iter(self.rows)
+
+    seen = []
+    for settings in (Settings("l1", lambda epoch: seen.append(epoch) or 0.01, shrink="end"), ALIKE["budget"]):
+        run, _ = hugging_face(transformers, tmp_path, settings, resnet(transformers), max_steps=15)
+        run.train_dataset = Stream(run.train_dataset)  # five steps an epoch
+        if settings.budget:
+            with pytest.raises(ValueError, match="a budget needs to know how long the run is"):
+                run.train()
+        else:
+            run.train()
+    assert seen == [0, 0, 1, 2]
 
 
 def test_hugging_face_mistakes_are_named(transformers, tmp_path):

@@ -192,6 +192,11 @@ def refusals(team):
     shard(model)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     attempt(found, "plan alone", lambda: ng.plan(model, batches[0]))
+    penalty = penalty_for(gates, "loss")
+    attempt(found, "budget alone", lambda: ng.Budget("params: 50%", model, batches[0], penalty, 4))
+    with ng.gathered(model, optimizer, shard=shard):
+        budget = ng.Budget("params: 50%", model, batches[0], penalty, 4)
+    attempt(found, "budget's step alone", lambda: budget.step(0))
     attempt(found, "stale optimizer", lambda: ng.shrink_sharded_(model, stale, batches[0], shard=shard))
     attempt(found, "no plan", lambda: ng.shrink_sharded_(model, optimizer, "nonsense", shard=shard))
     train(model, optimizer, penalty_for(gates, "loss"), "loss", batches[:1])
@@ -328,6 +333,8 @@ def test_what_is_refused(found):
     first, second = found("refusals")
     assert "call fully_shard on it first" in first["not sharded"]
     assert "TraceError" in first["plan alone"] and "inside `with ng.gathered(model):`" in first["plan alone"]
+    assert "inside `with ng.gathered(model, optimizer, shard=...):`" in first["budget alone"]
+    assert first["budget alone"] == first["budget's step alone"]
     assert "make the optimizer after fully_shard" in first["stale optimizer"]
     assert "shard= left the model" in first["no shard"]
     assert first["no plan"].startswith(("TraceError", "TypeError", "ValueError"))

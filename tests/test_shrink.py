@@ -359,3 +359,24 @@ def test_a_model_without_gates_and_a_wrapped_one_are_refused():
         Shrinker(build(), image())
     with pytest.raises(TypeError, match=r"model\.module"):
         Shrinker(nn.DataParallel(gated()[0]), image())
+
+
+def test_a_model_that_accelerate_put_mixed_precision_over_is_cut():
+    accelerate = pytest.importorskip("accelerate")
+    model, gates = gated()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared, optimizer = accelerator.prepare(model.float(), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    x = image().float()
+    budget = ng.Budget("params: 40%", prepared, x, ng.Penalty(gates, "l1", 1e-3), 10)
+    over = prepared.forward
+    train(prepared, optimizer, [(x, torch.zeros(len(x), dtype=torch.long))])
+    close_(gates)
+    assert Shrinker(prepared, x, optimizer).shrink(0) is not None
+    assert model.conv1.out_channels < 8 and budget.size.cost() < budget.size.original
+    assert prepared.forward == over and prepared(x).dtype == torch.float32
+    train(prepared, optimizer, [(x, torch.zeros(len(x), dtype=torch.long))])
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    close_(gates, 2)
+    last = ng.plan(plain, x)
+    assert last.parameters_after < last.parameters_before
+    ng.verify(plain, ng.compact(plain, last), x)

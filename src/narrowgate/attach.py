@@ -140,6 +140,12 @@ def merge_gates_(model: nn.Module) -> nn.Module:
             f"the gates on {', '.join(stuck)} multiply an output and have no weight to go into; "
             "keep them, or gate a layer inside"
         )
+    if computed := [name for name, module in gated.items() if "weight" not in module._parameters]:
+        raise ValueError(
+            f"the weight of {', '.join(computed)} is computed, as by weight_norm, spectral_norm or prune, and can't "
+            "take a gate in: make it an ordinary one first, with torch.nn.utils.parametrize.remove_parametrizations or "
+            "the remove function of what computes it"
+        )
     if gated:
         gates_of(model).values()  # raises if one is NaN
     for module in gated.values():

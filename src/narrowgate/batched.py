@@ -79,12 +79,26 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
         return
     for name in idle:  # from now on they compute their own, and get no gradient when they are not called
         del layers[name]
+    _warn_of_replaced(model, idle)
     eager = set(_modules_outside_compiled_ones(model))
     if unused := [name for name, layer in idle.items() if layer in eager]:
         warnings.warn(
             f"the gates on {', '.join(unused)} have no effect: the model did not call these layers in this training "
             "step. If it uses their weights directly, leave them out with where=",
             stacklevel=2,
+        )
+
+
+def _warn_of_replaced(model: nn.Module, idle: dict[str, nn.Module]) -> None:
+    """Name layers that were replaced by others which hold their gate but do not know it."""
+    present = set(model.modules())
+    if lost := [
+        name for name, layer in idle.items() if layer not in present and _only_gate(cast(GatedLayer, layer)) in present
+    ]:
+        warnings.warn(
+            f"the gates on {', '.join(lost)} have no effect: other layers stand in the place of those that had them, "
+            "as after nn.SyncBatchNorm.convert_sync_batchnorm. Replace layers first, then call attach_gates_",
+            stacklevel=3,
         )
 
 

@@ -8,6 +8,7 @@ Neural Networks through L0 Regularization".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,6 +89,13 @@ class Gate(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, kind={self.kind!r}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # model.half() and the like leave gates in float32: the steps that close them are too small for fewer digits.
+        def apply(tensor: Tensor) -> Tensor:
+            return _in_enough_digits(fn(tensor), tensor)
+
+        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # An ordinary checkpoint knows no gates: it loads, and the gates stay as they are.
@@ -220,6 +228,12 @@ class GroupGate(Gate):
         """A factor for each row or column: its group's, and 1 for one that is in no group (number -1)."""
         values = values.to(self.g.device)
         return torch.cat([values, values.new_ones(1)])[self.g]
+
+
+def _in_enough_digits(new: Tensor, old: Tensor) -> Tensor:
+    """A gate's tensor moved or cast to be like ``new``, but not to less than float32."""
+    few = new.is_floating_point() and torch.finfo(new.dtype).bits < 32
+    return old.to(new.device, torch.float32) if few else new
 
 
 def _lift_(g: Tensor, value: float) -> int:

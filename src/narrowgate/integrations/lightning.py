@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +63,8 @@ class NarrowgateCallback(Callback):
             if self._narrowing is None or self._narrowing.network is not network:
                 self._narrowing = Narrowing(network, self._example(pl_module), self.settings, self._epochs(trainer))
         # Callbacks hear of a checkpoint after the weights were loaded; the module's own hook comes before.
-        vars(pl_module)[_HOOK] = partial(self._cut_first, pl_module, stage)
+        # A plain function, which is not copied with the module, as weight averaging copies it.
+        vars(pl_module)[_HOOK] = lambda checkpoint: self._cut_first(pl_module, stage, checkpoint)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind on module and optimizer."""
@@ -76,8 +76,8 @@ class NarrowgateCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the optimizer that has the gates."""
         narrowing = self._running
-        gate = narrowing.penalty.gates.parameters()[0]
-        holders = [o for o in trainer.optimizers if any(p is gate for g in o.param_groups for p in g["params"])]
+        gates = {id(gate) for gate in narrowing.gates}
+        holders = [o for o in trainer.optimizers if any(id(p) in gates for g in o.param_groups for p in g["params"])]
         if not holders:
             raise ValueError(
                 f"no optimizer trains the gates of {self.network!r}: attach them in the module's __init__, and let "
@@ -90,7 +90,7 @@ class NarrowgateCallback(Callback):
                 "use precision='bf16-mixed', or fused=False"
             )
         names_in_groups(optimizer, pl_module)  # raises if it could not be saved
-        narrowing.use_(optimizer)
+        narrowing.use_(optimizer, trainer.precision_plugin.convert_input)
         self._module = pl_module
         if self._order is not None:
             reorder_(optimizer, pl_module, self._order)  # before Lightning loads its state

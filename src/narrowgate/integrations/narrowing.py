@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from narrowgate.flow import Plan, Verification
@@ -138,14 +138,21 @@ class Narrowing:
             "round_to": self.settings.round_to,
         }
 
-    def use_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer that trains the network, once the network is on its device."""
+    def use_(self, optimizer: torch.optim.Optimizer, cast: Callable[[Any], Any] = lambda inputs: inputs) -> None:
+        """Take the optimizer that trains the network, once the network is on its device; ``cast`` is for its inputs."""
         check_optimizer(optimizer, self.network)
+        if not self.gates:
+            raise ValueError("no gate would close: all are frozen; set requires_grad on some of gates.parameters()")
         self.optimizer = optimizer
-        self.example_inputs = on_device_of(self.network, self.example_inputs)
+        self.example_inputs = cast(on_device_of(self.network, self.example_inputs))
         self.shrinker.example_inputs, self.shrinker.optimizer = self.example_inputs, optimizer
         if self.budget is not None:
-            self.budget.example_inputs, self.budget.optimizer = self.example_inputs, optimizer
+            self.budget.size.example_inputs, self.budget.optimizer = self.example_inputs, optimizer
+
+    @property
+    def gates(self) -> list[Tensor]:
+        """The gate parameters that train."""
+        return [g for g in self.penalty.gates.parameters() if g.requires_grad]
 
     def begin_epoch(self, epoch: int) -> None:
         """Move schedules on, once an epoch; make up for the end of one that a resumed trainer passed over."""
@@ -160,18 +167,26 @@ class Narrowing:
         """Add the penalty's gradient to the gates', once an optimizer step: the same as adding it to the loss."""
         if self.settings.proximal or not self.penalty.strength:
             return
-        gates = [g for g in self.penalty.gates.parameters() if g.requires_grad]
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self.penalty(), gates)
-        for g, gradient in zip(gates, gradients, strict=True):
+            gradients = torch.autograd.grad(self.penalty(), self.gates)
+        for g, gradient in zip(self.gates, gradients, strict=True):
             g.grad = gradient if g.grad is None else g.grad.add_(gradient)
 
     def after_step_(self) -> None:
         """The proximal step, as fast as a penalty in the loss is under the optimizer's momentum."""
-        if self.settings.proximal:
-            gate = self.penalty.gates.parameters()[0]
-            group = next(g for g in self.optimizer.param_groups if any(p is gate for p in g["params"]))
-            self.penalty.proximal_(group["lr"] / (1 - group.get("momentum", 0.0)))
+        if not self.settings.proximal:
+            return
+        speeds = {
+            id(parameter): group["lr"] / (1 - group.get("momentum", 0.0))
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        speed, *others = dict.fromkeys(speeds[id(g)] for g in self.gates)
+        if others:  # gates in groups of their own learning rates; one that no group has is frozen, and stays
+            each = [(g.numel(), float(speeds.get(id(g), 0.0))) for g in self.penalty.gates.parameters()]
+            speed = torch.cat([torch.full((size,), own, dtype=torch.float32) for size, own in each])
+            speed = speed.to(self.gates[0].device)
+        self.penalty.proximal_(speed)
 
     def end_epoch(self, epoch: int) -> Shrunk | None:
         """Steer towards the budget and cut if it is time; what was cut."""
@@ -204,8 +219,23 @@ class Narrowing:
         if self.settings.threshold > 0:
             self.penalty.gates.close_below_(self.settings.threshold)
         with random_numbers_kept(self.network):
+            self._warn_of_other_weights()
             removed = remove(self.network, self.example_inputs, self.shrinker.plan, **self._how)
         return Narrowed(*removed, self.parameters_full, self.shrinker.closed_fraction())
+
+    def _warn_of_other_weights(self) -> None:
+        """Say so if the gates are not those with which the budget was met."""
+        if self.budget is None or not self.budget.holding:
+            return
+        size = self.budget.size
+        left = size.cost() / size.original
+        if left > self.budget.left + size.rough:
+            warnings.warn(
+                f"the budget {self.settings.budget!r} was met with {self.budget.left:.1%}, but {left:.1%} is left of "
+                "the network that training ended with: it has weights of an earlier epoch, as load_best_model_at_end "
+                "loads, or averages. Choose among the epochs in which the budget is met, or leave that out",
+                stacklevel=3,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on alike, as plain JSON values."""

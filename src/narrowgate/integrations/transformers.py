@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from narrowgate.atomic import replace_file
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.integrations.narrowing import Narrowed, Narrowing, Settings, reorder_
+from narrowgate.train.shrink import own_forward
 from narrowgate.train.state import names_in_groups
 
 STATE = "narrowgate.json"
@@ -38,7 +38,7 @@ class NarrowgateCallback(TrainerCallback):
         self.result: Narrowed | None = None
         self._narrowing: Narrowing | None = None
         self._order: list[list[str]] = []
-        self._epoch = 0
+        self._epoch = -1  # the one that is running
 
     def resume_(self, trainer: Trainer, folder: str | Path) -> None:
         """Cut the fresh model of a trainer to the widths of a checkpoint, whose weights it then can load."""
@@ -64,6 +64,9 @@ class NarrowgateCallback(TrainerCallback):
     ) -> None:
         """Look at the model and take the optimizer."""
         self._check(args)
+        self._epoch = -1
+        if self.settings.budget and state.num_train_epochs == sys.maxsize:
+            raise ValueError("a budget needs to know how long the run is: give the dataset a length")
         model, self.result = kwargs["model"], None
         with own_forward(model):
             if self._narrowing is None or self._narrowing.network is not model:
@@ -79,7 +82,8 @@ class NarrowgateCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Move schedules on."""
-        self._epoch = int(state.epoch or 0)
+        # Without knowing the dataset's length, the trainer takes all steps for one epoch.
+        self._epoch = max(self._epoch + 1, int(state.epoch or 0))
         with own_forward(kwargs["model"]):
             self._running.begin_epoch(self._epoch)
 
@@ -150,14 +154,3 @@ class NarrowgateCallback(TrainerCallback):
                 "load_best_model_at_end loads weights of other shapes than a model that was cut since: use "
                 "Settings(shrink='end'), or load_best_model_at_end=False"
             )
-
-
-@contextmanager
-def own_forward(model: nn.Module) -> Iterator[None]:
-    """The model without what mixed precision puts over its ``forward``: it would call the original from a copy too."""
-    wrapped = vars(model).pop("forward", None)
-    try:
-        yield
-    finally:
-        if wrapped is not None:
-            vars(model)["forward"] = wrapped

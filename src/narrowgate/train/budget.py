@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgate.dtensors import is_sharded
 from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
 from narrowgate.train.ranking import Ranking
-from narrowgate.train.shrink import random_numbers_kept
+from narrowgate.train.shrink import WRAPPERS, random_numbers_kept
 from narrowgate.train.size import SPARED, Size
 
 _BEGIN = 3 / 7  # from when on the smallest gates are closed, as a share of the time to the target
@@ -27,14 +28,26 @@ _MANY_AT_ONCE = 0.1  # of the open gates, closed by hand in one epoch
 _WIDE_OPEN = 3.0  # log alpha of a hard-concrete gate that is open in almost every sample
 _STATE = {name.lstrip("_"): name for name in "_strength _goal _open _start _last _held _before".split()}
 _STATE |= {"holding": "holding", "left": "left", "original": "_original"}
+_MOMENTA = {"momentum_buffer", "exp_avg"}  # what torch's optimizers keep of earlier gradients' directions
 
 
 def _check_gates(model: nn.Module, penalty: Penalty) -> None:
+    if isinstance(model, WRAPPERS):
+        raise TypeError(f"Budget needs the model inside {type(model).__name__}: pass model.module")
+    _check_whole(penalty)
     held = {id(parameter) for parameter in model.parameters()}
     if foreign := [name for name in penalty.gates if id(penalty.gates[name].g) not in held]:
         raise ValueError(
             f"the penalty's gates, such as {foreign[0]!r}, are not those of this {type(model).__name__}: give the "
             "model that attach_gates_ returned them for, not a copy"
+        )
+
+
+def _check_whole(penalty: Penalty) -> None:
+    if sharded := [name for name in penalty.gates if is_sharded(penalty.gates[name].g)]:
+        raise RuntimeError(
+            f"the gates on {', '.join(sharded)} are sharded by fully_shard: make and step a Budget inside `with "
+            "ng.gathered(model, optimizer, shard=...):`"
         )
 
 
@@ -89,7 +102,6 @@ class Budget:
         check_not_negative("threshold", threshold)
         _check_gates(model, penalty)
         self.model = model
-        self.example_inputs = example_inputs
         self.penalty = penalty
         if not 0 < arrive <= 1:
             raise ValueError(f"arrive is a share of the epochs, above 0 and at most 1, got {arrive!r}")
@@ -139,6 +151,7 @@ class Budget:
 
     def step(self, epoch: int) -> float:
         """Call after each epoch (counted from 0), before a ``Shrinker``: sets the penalty's strength and returns it."""
+        _check_whole(self.penalty)
         self.penalty.gates.values()  # raises if one is NaN
         ranks = self._ranks()
         last = epoch + 1 >= min(self.epochs, math.ceil(self.arrive * self.epochs))
@@ -154,7 +167,10 @@ class Budget:
 
     def _take_over(self) -> None:
         self.penalty.strength = self._strength
-        self.penalty.follow(lambda epoch: self._strength)  # so that set_epoch, for sigma, leaves it alone
+        self.penalty.follow(self._strength_at)  # so that set_epoch, for sigma, leaves it alone
+
+    def _strength_at(self, epoch: int) -> float:
+        return self._strength
 
     def remember(self) -> None:
         """Call after a cut: gates that close in the next epoch can be opened again, if it knows what they were."""
@@ -255,6 +271,7 @@ class Budget:
             if isinstance(gate, HardConcreteGate):  # its samples would go on closing it
                 with torch.no_grad():
                     gate.g.copy_(torch.where(gate.final_value() > 0, gate.g.clamp(min=_WIDE_OPEN), gate.g))
-            for value in {} if self.optimizer is None else self.optimizer.state.get(gate.g, {}).values():
-                if isinstance(value, Tensor) and value.shape == gate.g.shape:
-                    value.zero_()
+            state = {} if self.optimizer is None else self.optimizer.state.get(gate.g, {})
+            for momentum in _MOMENTA & state.keys():
+                if isinstance(state[momentum], Tensor):  # SGD's is None without momentum
+                    state[momentum].zero_()

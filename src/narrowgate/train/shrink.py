@@ -27,6 +27,8 @@ from narrowgate.gates import Gate, GroupGate
 from narrowgate.gateset import gates_of
 from narrowgate.weights import uncompiled
 
+WRAPPERS = (DataParallel, DistributedDataParallel)
+
 
 class ShrinkWarning(UserWarning):
     """The model could not be cut now; training goes on at the width it has."""
@@ -115,7 +117,7 @@ class Shrinker:
         """Cut now, however few gates are closed; None where nothing can go."""
         started = time.perf_counter()
         self._seen = self._closed()
-        with random_numbers_kept(self.model):
+        with random_numbers_kept(self.model), own_forward(self.model):
             made = self._make_plan()
         if made is None or not made.cuts:
             return None
@@ -191,6 +193,23 @@ def random_numbers_kept(model: nn.Module) -> Iterator[None]:
         np.random.set_state(array)
 
 
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """The model without the mixed precision that Accelerate puts over its ``forward``: no plan sees through that."""
+    own = vars(model)
+    over, original = own.get("forward"), own.get("_original_forward")
+    if over is None or original is None:
+        yield
+        return
+    del own["forward"]
+    if getattr(original, "__func__", None) is not type(model).forward:
+        own["forward"] = original  # the user's own, put on the instance
+    try:
+        yield
+    finally:
+        own["forward"] = over
+
+
 @torch.no_grad()
 def close_removed_groups_(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Keep the numbers of groups that were cut away closed.
@@ -217,7 +236,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int, share: float) -> None:
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
+    if isinstance(model, WRAPPERS):
         raise TypeError(
             f"Shrinker needs the model inside {type(model).__name__}: pass model.module, and wrap it again after each "
             "cut, since the wrapper holds on to the old shapes"

@@ -14,6 +14,7 @@ from narrowgate.flow.surgery import compact
 from narrowgate.flow.trace import ExampleInputs, Tracer
 from narrowgate.measure.counts import summarize
 from narrowgate.train.ranking import Ranking, gates_given_back, nearest
+from narrowgate.train.shrink import own_forward
 
 KINDS = ("params", "flops")
 _NEAR = 0.005, 0.05  # a search ends this far below the target at the most, as a share of the network and of the target
@@ -52,12 +53,17 @@ class Size:
         self.middle, self.slack = self.target - self.near / 2, self.near / 2  # what is asked for is not to be exceeded
         self.training = True
         """Whether a zero other than a gate's counts as one that is about to learn."""
-        self._model, self._example = model, example_inputs
+        self._model, self.example_inputs = model, example_inputs
         counted = "aligned" if layout == "auto" else layout
         self._options: dict[str, Any] = {"layout": counted, "constants": constants, "round_to": round_to}
         self._tracer = Tracer()
-        full = summarize(model, example_inputs)
+        with own_forward(model):
+            full = summarize(model, example_inputs)
         self.original: int = full.parameters if self.kind == "params" else full.multiply_adds
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs hold tensors without numbers, which can't be copied: a copy traces the model again.
+        return {**vars(self), "_tracer": Tracer()}
 
     def gently(
         self, ranks: Ranking, known: dict[int, float], closed: int, left: float
@@ -104,10 +110,13 @@ class Size:
 
     def cost(self) -> float:
         """Parameters or multiply-adds of the model without its closed channels; 0 for one that has collapsed."""
-        try:
-            made = plan_traced(self._model, self._example, self._tracer, training=self.training, **self._options)
-        except CollapseError:
-            return 0.0
-        if self.kind == "params":
-            return float(made.parameters_after)
-        return float(summarize(compact(self._model, made), self._example).multiply_adds)
+        with own_forward(self._model):
+            try:
+                made = plan_traced(
+                    self._model, self.example_inputs, self._tracer, training=self.training, **self._options
+                )
+            except CollapseError:
+                return 0.0
+            if self.kind == "params":
+                return float(made.parameters_after)
+            return float(summarize(compact(self._model, made), self.example_inputs).multiply_adds)
