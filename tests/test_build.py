@@ -95,7 +95,7 @@ def test_no_classes():
 @pytest.mark.parametrize(
     ("name", "package", "remedy"),
     [
-        ("torchvision/resnet18", "torchvision", r"pip install 'narrowgate\[train\]'"),
+        ("torchvision/resnet18", "torchvision", r"pip install '\.\[train\]' in the checkout"),
         ("timm/resnet18", "timm", "pip install timm"),
     ],
 )

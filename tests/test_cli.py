@@ -76,9 +76,9 @@ def test_wrong_arguments_exit_with_2(arguments):
 @pytest.mark.parametrize(
     ("missing", "arguments", "remedy"),
     [
-        ("typer", ["--help"], 'pip install "narrowgate[cli]"'),
-        ("rich", ["demo"], 'pip install "narrowgate[cli]"'),
-        ("sklearn", ["demo"], 'pip install "narrowgate[cli]" scikit-learn'),
+        ("typer", ["--help"], 'pip install ".[cli]" in the checkout of narrowgate'),
+        ("rich", ["demo"], 'pip install ".[cli]" in the checkout of narrowgate'),
+        ("sklearn", ["demo"], 'pip install ".[cli]" scikit-learn in the checkout of narrowgate'),
     ],
 )
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys, missing, arguments, remedy):

@@ -140,7 +140,8 @@ def test_a_missing_extra_is_named_with_its_command(monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 1 and not list(tmp_path.iterdir())
-    wanted = f'narrowgate: {missing} is not installed. Install it with: pip install "narrowgate[export]"\n'
+    install = 'pip install ".[export]" in the checkout of narrowgate'
+    wanted = f"narrowgate: {missing} is not installed. Install it with: {install}\n"
     assert capsys.readouterr().err == wanted
 
 
@@ -149,6 +150,11 @@ def test_inspect_prints_a_tree(saved):
     assert result.exit_code == 0, result.output
     assert "conv1 Conv2d 1 -> 10 of 20; 260; 144.00 k; 10 gates" in words(result.output)
     assert "of 20" not in invoke("inspect", "lenet5").output
+
+
+def test_lines_are_whole_in_a_pipe():
+    (line,) = [line for line in invoke("inspect", "lenet5").output.splitlines() if "Linear 500 -> 10" in line]
+    assert line.endswith("no gates: the last layer, its outputs are the model's") and len(line) > 80
 
 
 def test_measure_prints_a_table_and_writes_json(saved, tmp_path):

@@ -122,7 +122,14 @@ WRONG = {
         "y_train is int64 of shape 60 x 4; it must be a row of integers",
     ),
     "negative": ({"y_train": np.arange(60) % 4 - 1}, "y_train holds labels from -1 to 2, but there are 3 classes"),
-    "from 1": ({"y_train": np.arange(60) % 4 + 1}, "y_train starts at 1; count classes from 0"),
+    "from 1": (
+        {"y_train": np.arange(60) % 4 + 1, "y_test": np.arange(20) % 4 + 1},
+        "y_train and y_test start at 1; count classes from 0",
+    ),
+    "unnamed": (
+        {"classes": np.array(["cat", "dog"])},
+        "y_train holds labels from 0 to 3, but there are 2 classes; .* 0 to 1",
+    ),
     "unknown": ({"y_test": np.arange(20) % 5}, "y_test holds labels from 0 to 4, but there are 4 classes; .* 0 to 3"),
     "count": ({"y_train": np.zeros(59, int)}, "x_train holds 60 images but y_train 59 labels"),
     "empty": ({"x_test": np.zeros((0, 6, 5, 3), np.uint8), "y_test": np.zeros(0, int)}, "x_test is empty"),
@@ -138,6 +145,17 @@ def test_arrays_that_can_not_be_used(tmp_path, changes, message):
     with pytest.raises(DataError, match=message) as caught:
         load(path)
     assert path in str(caught.value) or "channel 0" in message
+
+
+def test_a_small_part_of_a_data_set_may_lack_classes(tmp_path):
+    from_1, from_2 = (np.arange(60) % 3 + first for first in (1, 2))
+    assert load(save(tmp_path, y_train=from_1)).classes == 4  # the test images have class 0
+    assert load(save(tmp_path, y_train=from_2, y_test=from_2[:20])).classes == 5  # nobody counts from 2
+    named = {"y_train": from_1, "y_test": from_1[:20], "classes": np.array(list("abcdefg"))}
+    assert load(save(tmp_path, **named)).classes == 7
+    ignored = {"numbers": np.array([0, 1]), "pickled": np.array(["a", "b"], dtype=object), "one": np.array("a")}
+    for classes in ignored.values():
+        assert load(save(tmp_path, classes=classes)).classes == 4
 
 
 def test_files_that_are_no_archives(tmp_path):
@@ -245,6 +263,8 @@ def test_digits_are_the_demos():
     assert (data.classes, data.image_shape, len(data.train), len(data.test)) == (10, (1, 8, 8), 1198, 599)
     assert torch.equal(data.train.labels, demo.y_train) and torch.equal(data.test.labels, demo.y_test)
     assert torch.equal(data.train.images, (demo.x_train * 255).round().byte()) and data.train.images.max() == 255
+    with pytest.raises(DataError, match=r"'digits' .* reads no file: leave out mine.npz, or set data.source"):
+        load("mine.npz", "digits")
 
 
 def fake_mnist(root, train=30, test=12):
@@ -321,8 +341,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, source, package, name
         return found(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(DataError, match=rf"source '{source}' needs {named}: pip install 'narrowgate\[train\]'"):
-        load(tmp_path, source)
+    with pytest.raises(DataError, match=rf"source '{source}' needs {named}: pip install '\.\[train\]' in the checkout"):
+        load("" if source == "digits" else tmp_path, source)
 
 
 def test_downloads_go_through_torchvision_and_only_when_asked(tmp_path, monkeypatch):

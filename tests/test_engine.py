@@ -146,6 +146,11 @@ def test_what_can_not_be_run_is_refused_before_the_folder_is_made(tmp_path, imag
         train(LENET, folder, images, "gates.kind='linear'")
     with pytest.raises(models.ModelError, match="did you mean"):
         train(LENET, folder, images, "model.name='lenet6'")
+    coloured = dict(np.load(images))
+    coloured |= {key: np.stack([coloured[key][:, :4, :8]] * 3, 1) for key in ("x_train", "x_test")}
+    np.savez(tmp_path / "coloured.npz", **coloured)
+    with pytest.raises(models.ModelError, match=r"squeezenet1_1 can't take images of 3x4x8: .*too small"):
+        train(LENET, folder, str(tmp_path / "coloured.npz"), "model.name=torchvision/squeezenet1_1")
     with pytest.raises(TrainingError, match="accelerator 'sundial'"):
         run(Recipe.from_toml(LENET), folder, data_path=images, accelerator="sundial")
     assert not folder.exists()

@@ -175,14 +175,15 @@ def test_missing_onnx_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     found = latency(Sleepy(0), Sleepy(0), EXAMPLE, devices=("cpu",), modes=("onnx", "eager"), batches=(1,), rounds=2)
     assert [t.mode for t in found.timings] == ["eager"]
-    assert found.missing == (Missing("cpu", "onnx", 'onnxruntime is not installed: pip install "narrowgate[export]"'),)
+    remedy = 'onnxruntime is not installed: pip install ".[export]" in the checkout of narrowgate'
+    assert found.missing == (Missing("cpu", "onnx", remedy),)
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
 def test_what_the_exporter_lacks_costs_only_its_mode(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     found = latency(Sleepy(0), Sleepy(0), EXAMPLE, devices=("cpu",), modes=("eager", "onnx"), batches=(1,), rounds=2)
-    assert [t.mode for t in found.timings] == ["eager"] and "narrowgate[export]" in found.missing[0].why
+    assert [t.mode for t in found.timings] == ["eager"] and '".[export]"' in found.missing[0].why
 
 
 def test_a_network_that_cannot_be_exported_is_timed_in_the_other_modes():
@@ -316,6 +317,11 @@ def test_the_table_says_it_all():
     assert "1000.0" in text and "48% - 52%" in text and "quartiles" in text
     assert "not timed: cuda eager, graph: PyTorch sees no GPU" in text and "- Not faster: cpu eager, batch 8" in text
     assert max(map(len, text.splitlines())) <= 80
+    page = io.StringIO()
+    print_latency(result(timing(0.5), timing(1.1, batch=512)), rich.Console(file=page, width=60))
+    text = page.getvalue()
+    assert max(map(len, text.splitlines())) <= 60 and "…" not in text
+    assert {"512", "1000.0", "faster", "slower", "110%"} <= set(text.split())
 
 
 def test_zeroing_takes_the_same_channels_everywhere_and_spares_the_last_layer():

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_a_line_an_epoch_is_in_the_file_at_once(tmp_path):
     log.close()
     log.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, tensorboard=False)
+    with pytest.raises(OSError, match="No space left") as caught:
+        log.epoch(row(), None)
+    assert caught.value.filename == str(tmp_path / "metrics.jsonl")
+    log.close()
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):

@@ -200,6 +200,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["penalty.kind=l2", "penalty.sigma={ schedule = 'constant', value = 2 }"], ["penalty.sigma"]),
         (["gates.kind=none", "penalty.strength=1e-4"], ["penalty.strength", "gates.kind"]),
         (["gates.kind=none", "budget.target=params: 30%"], ["budget.target", "gates.kind"]),
+        (["gates.kind=none", "finish.close=0.5"], ["finish.close", "gates.kind"]),
+        (["gates.kind=none", "finish.threshold=0.1"], ["finish.threshold", "gates.kind"]),
         (["budget.target=flops: 50%", "penalty.strength={ schedule = 'constant', value = 1 }"], ["penalty.strength"]),
         (["lr.drops=[45, 30]"], ["lr.drops"]),
         (["lr.drops=[30, 30]"], ["lr.drops"]),
@@ -358,6 +360,7 @@ def test_digest_changes_with_what_decides_the_numbers_only(key):
     after = small(*TOGETHER.get(key, ()), f"{key}={value}")
     assert after != before
     assert (after.digest() == before.digest()) == (key in SAME_NUMBERS)
+    assert (key in before.differences(after)) == (key not in SAME_NUMBERS)
 
 
 def test_digest_is_the_same_for_the_same_recipe_however_written():

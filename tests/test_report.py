@@ -5,8 +5,10 @@ import dataclasses
 import hashlib
 import html
 import json
+import os
 import random
 import re
+import sys
 from math import nan
 from pathlib import Path
 
@@ -175,6 +177,8 @@ def test_latency_and_curve_are_found_whatever_their_files_are_called(run):
     write_record(run / "any.json", record)
     (run / "notes.json").write_text('["somebody else\'s"]')
     (run / "torn.json").write_text('{"timings": [')
+    (run / "folder.json").mkdir()
+    (run / "gone.json").symlink_to("nowhere")
     (run / "old.json").write_text(json.dumps({**LATENCY, "format": 7}))
     found = read_run(run)
     assert [row["verdict"] for row in found.latency["timings"]] == ["faster", "faster", "slower"]
@@ -195,6 +199,26 @@ def test_a_record_is_a_run_that_knows_less(trained, tmp_path):
     assert record.course["accuracy"] == pytest.approx(folder.course["accuracy"], abs=1e-5)
     assert record.facts == folder.facts | {"Time": record.facts["Time"]}
     render([folder, record])
+
+
+def test_records_of_array_files_are_of_different_data(trained, tmp_path):
+    for name in ("mnist", "cifar100"):
+        write_record(tmp_path / f"{name}.json", collect(trained, dataset=name))
+    found = read_runs([tmp_path / "mnist.json", tmp_path / "cifar100.json"])
+    assert [run.data for run in found] == ["mnist", "cifar100"] and fronts(found, "parameters") == []
+
+
+def test_the_page_does_not_say_where_things_lie(run):
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(re.sub(r"(?m)^run = .*", 'run = "/home/me/runs/teacher"', recipe))
+    found = read_run(run).recipe
+    assert 'run = "teacher"' in found and 'path = ""' in found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have names of letters alone")
+def test_a_name_of_any_bytes(trained, tmp_path):
+    made = copy_run(trained, tmp_path / os.fsdecode(b"a\xff"))
+    assert "<title>a? · narrowgate</title>" in report(made, out=tmp_path / "page.html")
 
 
 def test_runs_of_one_name_are_told_apart(trained, tmp_path):
@@ -226,7 +250,7 @@ def test_what_is_wrong_is_said(run, damage, message):
 def test_a_path_that_is_no_run(run, tmp_path):
     with pytest.raises(ReportError, match=r"there is no .*nowhere"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ReportError, match=r"holds some \(run\): give .*/\*"):
+    with pytest.raises(ReportError, match=r"holds some \(run\): give .*/\*/$"):
         read_run(tmp_path)
     with pytest.raises(ReportError, match="neither a run's folder nor a file that narrowgate record wrote"):
         read_run(run / "result.json")
@@ -260,6 +284,7 @@ def test_the_front_is_what_no_other_run_beats():
     ]
     assert fronts(runs, "parameters") == [[1, 0, 6]]
     assert fronts(runs, "multiply_adds") == [[0, 6]]
+    assert fronts([*runs, runs[0]], "parameters") == [[1, 0, 8, 6]]  # as small and as good is not beaten
 
 
 def test_the_page_of_a_long_run_of_a_deep_network_is_light():

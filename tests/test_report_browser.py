@@ -1,6 +1,7 @@
 """The report's page in a real Chromium: it draws, answers to the mouse, and never runs what a run is called."""
 
 import json
+import shutil
 
 import chromium
 import pytest
@@ -173,6 +174,20 @@ def test_light_dark_and_a_phone(open_page, runs):
     assert page.evaluate("document.querySelector('#course svg').getBoundingClientRect().width") < 360
 
 
+def test_a_long_name_does_not_widen_a_phone(open_page, run, tmp_path):
+    page = open_page(copy_run(run, tmp_path / ("a_very_long_name_" * 10)), run, width=360, height=700)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_run_without_gates_is_not_told_to_close_some(open_page, run, tmp_path):
+    folder = copy_run(run, tmp_path / "plain")
+    recipe = ("model.name = 'resnet'", "data.source = 'npz'", "train.epochs = 5", "gates.kind = 'none'")
+    (folder / "recipe.toml").write_text("\n".join(recipe))
+    (folder / "gates.jsonl").unlink()
+    page = open_page(folder)
+    assert "trained without gates" in text(page, "#gates") and "trained without gates" in text(page, "#curve")
+
+
 def test_names_are_text_whatever_they_say(open_page, run, tmp_path):
     hostile = "<img src=x onerror='window.hacked = 1'>"
     folder = copy_run(run, tmp_path / hostile)
@@ -182,6 +197,15 @@ def test_names_are_text_whatever_they_say(open_page, run, tmp_path):
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.evaluate("document.querySelectorAll('img').length") == 0
     assert "window.hacked = 2" in page.evaluate("document.querySelector('#course details').textContent")
+
+
+def test_a_run_without_its_small_network_does_not_claim_to_be_whole(open_page, run, tmp_path):
+    folder = copy_run(run, tmp_path / "copied")
+    shutil.rmtree(folder / "small")
+    assert "lacks its small network" in text(open_page(folder), "#widths")
+    result = json.loads((folder / "result.json").read_text())
+    change_json(folder / "result.json", parameters=result["parameters_full"])
+    assert "removed nothing" in text(open_page(folder), "#widths")
 
 
 def test_a_run_that_has_nothing_yet(open_page, run, tmp_path):

@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +22,7 @@ from narrowgate import cli
 from narrowgate.reproduce import cifar, imagenet, mnist, paper
 from narrowgate.reproduce.page import sections, with_tables, write_page
 from narrowgate.reproduce.paper import Kind
-from narrowgate.reproduce.record import RecordError, collect, write_record
+from narrowgate.reproduce.record import RecordError, collect, command, write_record
 from narrowgate.reproduce.runs import Run, groups, kind_of, load_runs, mean_and_spread
 from narrowgate.reproduce.tables import NO_IMAGENET, NO_RUN, short
 from narrowgate.train.recipe import Recipe
@@ -130,6 +135,15 @@ def test_the_command_names_the_recipe_and_what_was_changed(finished, tmp_path):
     assert collect(finished, base)["command"] == words
 
 
+def test_the_command_of_another_method_says_what_that_method_would_change():
+    base = ROOT / "recipes" / "mnist-lenet5-l1-exp-1e-3.toml"
+    settings = ["method.name=slimming", "penalty.strength=1e-3", "model.options.norm=true"]  # the first is the file's
+    run = Recipe.load(base, settings)
+    words = shlex.split(command(run, base))
+    again = Recipe.load(base, words[words.index("--set") + 1 :: 2])
+    assert again == run and again.penalty.strength == 1e-3 and len(words) < 12
+
+
 def test_accuracy_after_fine_tuning_is_not_that_after_removal(finished, tmp_path):
     for name in ("recipe.toml", "metrics.jsonl", "small/plan.json", "small/meta.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -149,10 +163,34 @@ def test_an_unfinished_run_has_no_record(finished, tmp_path):
         collect(tmp_path)
 
 
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_log_that_lacks_epochs_is_no_record(finished, tmp_path, lines):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    log = folder / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:lines]))
+    with pytest.raises(RecordError, match=rf"metrics\.jsonl has {lines} lines for 5 epochs: it is damaged"):
+        collect(folder)
+
+
 def test_a_damaged_result_file_is_named(tmp_path):
     (tmp_path / "a.json").write_text('{"what": "a run of narrowgate train"}')
     with pytest.raises(RecordError, match=r"a\.json can't be read as a result"):
         load_runs(tmp_path)
+
+
+def test_files_that_are_no_results_are_passed_over(tmp_path):
+    (tmp_path / "a.json").write_text("[1, 2]")
+    (tmp_path / "b.json").write_text('{"what": "something else"}')
+    assert load_runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("gate", ["hard-concrete", "scaling", "filter-l1", "filter-l2"])
+def test_runs_with_other_peoples_gates_are_read(tmp_path, gate):
+    record = json.loads((RESULTS / "mnist" / "l1-exp-1e-3-seed0.json").read_text())
+    record["recipe"]["gates"]["kind"] = gate
+    (tmp_path / "rival.json").write_text(json.dumps(record))
+    (read,) = load_runs(tmp_path)
+    assert read.kind == Kind("l1", gate) and mnist.tables([read])[1].rows[0][0] == f"l1 + {gate}"
 
 
 # --- tables
@@ -354,6 +392,22 @@ def test_reproduce_prints_ours_beside_the_papers():
     result = CliRunner().invoke(cli.build_app(), ["reproduce", "mnist", "--results", str(RESULTS)])
     assert result.exit_code == 0, result.output
     assert "8-19-117-24" in result.output and "CIFAR" not in result.output
+
+
+def test_reproduce_prints_in_a_locale_without_its_letters():
+    command = [sys.executable, "-m", "narrowgate", "reproduce", "mnist", "--results", str(RESULTS)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "0.78 ? 0.02" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["figures"], "say which folder"), (["mnist", "--out", "figures"], "the figures are drawn by figures or all")],
+)
+def test_a_place_for_figures_and_figures_go_together(arguments, message):
+    result = CliRunner().invoke(cli.build_app(), ["reproduce", *arguments, "--results", str(RESULTS)])
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
 
 
 def test_record_and_reproduce_say_what_is_wrong(tmp_path):

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from narrowgate import cli
 from narrowgate.models import LeNet5
 from narrowgate.reproduce.curve import curve_of_run, threshold_curve
 from narrowgate.reproduce.record import RecordError
+from narrowgate.train.recipe import Recipe
 
 DIGITS = """
 [model]
@@ -119,6 +122,21 @@ def test_record_takes_the_curve_along(digits, tmp_path):
     result = CliRunner().invoke(cli.build_app(), ["record", str(digits), "--out", str(out), "--curve"])
     assert result.exit_code == 0 and "parameters" in result.output
     assert json.loads(out.read_text())["curve"]["threshold"][:3] == [0.0, 1e-8, 3e-8]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named(digits):
+    for device in ("cuda", "sundial"):
+        with pytest.raises(RecordError, match=f"can't compute on --device {device}: "):
+            curve_of_run(digits, device=device)
+
+
+def test_filters_have_no_curve(digits, tmp_path):
+    folder = Path(shutil.copytree(digits, tmp_path / "run"))
+    settings = ["gates.kind=filter-l2", "gates.placement=before-norm", "penalty.proximal=false", "shrink.when=end"]
+    (folder / "recipe.toml").write_text(Recipe.load(digits / "recipe.toml", settings).to_toml())
+    with pytest.raises(RecordError, match="measured filters, which are no gates: leave out --curve"):
+        curve_of_run(folder)
 
 
 def test_a_folder_without_checkpoints_is_named(digits, tmp_path):

@@ -98,6 +98,7 @@ def test_a_later_flag_has_the_last_word():
         ("sparse-selection", ["gates.groups=[]"], ["gates.groups = []", "name some"]),
         ("l0", ["gates.groups=['heads']"], ["penalty.weights", 'use "equal"']),
         ("group-lasso", ["gates.placement=after-norm"], ["gates.placement", "filters have no placement"]),
+        ("group-lasso", ["gates.init=0.5"], ["gates.init", "filters start as the network makes them"]),
         ("slimming", ["gates.inputs=['fc1']"], ["gates.inputs", "leave it out"]),
         ("slimming", ["penalty.weights=parameters"], ["penalty.weights", 'use "memory"']),
         ("bounded-l1", ["penalty.weights=memory"], ["penalty.weights", 'use "parameters"']),
@@ -124,6 +125,11 @@ def test_scaling_factors_without_their_steps_are_refused():
         ("l0", ["penalty.factors={ conv7 = 2.0 }"], ["penalty.factors has 'conv7', where no gate is", "fc2.inputs"]),
         ("sparse-selection", ["gates.init=0.0"], ["scaling factors start above 0"]),
         ("sparse-selection", ["gates.groups=['blocks']"], ["no blocks to gate in LeNet5"]),
+        (
+            "group-lasso",
+            ["penalty.proximal=true"],
+            ["penalty.proximal = true", "overlap", "leave penalty.proximal out"],
+        ),
         ("magnitude", ["gates.skip=['*']"], ["no convolution or linear layer whose filters could be pruned"]),
     ],
 )

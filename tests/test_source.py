@@ -1,5 +1,6 @@
 """From what a person types to networks: runs, saved folders, names."""
 
+import dataclasses
 import json
 
 import pytest
@@ -130,6 +131,14 @@ def test_a_function_of_ones_own_makes_the_network(tmp_path, monkeypatch):
         open_source("my_own_networks:number", image_shape=(1, 28, 28))
     with pytest.raises(SourceError, match="nowhere:make can't be imported"):
         open_source("nowhere:make", image_shape=(1, 28, 28))
+
+
+def test_images_are_in_the_numbers_of_the_network():
+    source = open_source("lenet5")
+    assert source.example().dtype == torch.float32
+    half = dataclasses.replace(source, full=source.full.half())
+    assert half.example().dtype == torch.float16 and half.network(half.example()).shape == (2, 10)
+    assert dataclasses.replace(source, full=nn.Flatten()).example().dtype == torch.float32
 
 
 _ODD = """import torch

@@ -154,7 +154,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path):
     command = [sys.executable, "-c", code, *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr.count("\n")) == (1, 1), found.stderr
-    assert 'ray is not installed. Install it with: pip install "narrowgate[sweep]"' in found.stderr
+    assert 'ray is not installed. Install it with: pip install ".[sweep]"' in found.stderr
     assert not (tmp_path / "out").exists()
 
 

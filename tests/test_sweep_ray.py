@@ -23,7 +23,7 @@ from narrowgate.sweep.space import Range, SweepError, Trial, make_trials, read_a
 from narrowgate.sweep.trial import Job, run_trial
 from narrowgate.train.recipe import Recipe, RecipeError
 
-ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "narrowgate[sweep]"')
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install ".[sweep]"')
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes are killed with SIGKILL here")
 EPOCHS = 8
 GOOD = [f"name=lenet5,seed={seed}" for seed in (0, 1, 2)]

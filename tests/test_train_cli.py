@@ -47,7 +47,8 @@ def test_train_and_resume(tmp_path, recipe, images):
     assert result["epochs"] == 1 and (out / "small" / "model.safetensors").exists()
     assert "strength = 0.5" in (out / "recipe.toml").read_text()
     assert f"{out} holds a run: go on with --resume, or choose another folder with --out" in refused(*arguments)
-    assert "is not the recipe given" in refused(*arguments, "--resume")
+    other = refused(*arguments, "--resume")
+    assert "is not the recipe given (penalty.strength is 0.5 there and 0.8 here)" in other
     again = narrowgate("train", *arguments, "--set", "penalty.strength=0.5", "--resume")
     assert again.exit_code == 0, again.output
     assert "epoch" not in again.stdout  # nothing was trained
@@ -80,7 +81,15 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, reci
     assert "lower train.batch" in refused(recipe, *good, "--set", "train.batch=1000")
     assert "there is no network 'lenet'" in refused(recipe, *good, "--set", "model.name=lenet")
     assert "BatchNorm" in refused(recipe, *good, "--set", "gates.kind=linear")
-    assert "accelerator 'sundial'" in refused(recipe, "--data", images, "--out", out, "--accelerator", "sundial")
+    for name in ("sundial", "tpu"):
+        assert f"accelerator '{name}'" in refused(recipe, "--data", images, "--out", out, "--accelerator", name)
+    typo = refused(recipe, *good, "--set", 'gates.skip=["conv*", "fcc1"]')
+    assert 'gates.skip has "fcc1", and lenet5 has no layer of that name; did you mean "fc1"?' in typo
+    assert 'gates.inputs has "fcc1"' in refused(recipe, *good, "--set", 'gates.inputs=["fcc1"]')
+    little = refused(recipe, *good, "--set", "budget.target=params: 0.01%")
+    assert "budget.target: the target 'params: 0.01%' is out of reach" in little
+    model = ("--set", "model.name=mobilenetv2", "--set", "gates.groups=['heads']")
+    assert "gates of the recipe don't fit the network" in refused(recipe, *good, *model)
     assert not out.exists()
     out.write_text("a file")
     assert str(out) in refused(recipe, *good)
@@ -92,6 +101,14 @@ def test_trouble_in_training_is_said_in_one_line(tmp_path, recipe, images):
     assert "every channel of conv1 is constant" in closed
     rate = ("--set", "optimizer.kind=sgd", "--set", "optimizer.lr=1e9", "--set", "penalty.strength=0")
     assert "the training loss of epoch 1 is nan" in refused(*good, "--out", tmp_path / "nan", *rate)
+    tuning = ("--set", "finish.finetune_epochs=1", "--set", "finish.finetune_lr=1e30")
+    tuned = refused(*good, "--out", tmp_path / "tuned", *tuning)
+    assert "the loss of epoch 1 of fine-tuning is nan" in tuned and "a lower finish.finetune_lr (it is 1e+30)" in tuned
+    assert not (tmp_path / "tuned" / "result.json").exists()
+    threshold = refused(*good, "--out", tmp_path / "threshold", "--set", "finish.threshold=0.99")
+    assert "every channel of conv1 is constant. That is after finish.threshold = 0.99" in threshold
+    single = refused(*good, "--out", tmp_path / "single", "--set", "train.batch=1", "--set", "model.options.norm=true")
+    assert "train.batch = 1: Expected more than 1 value per channel" in single and "a higher one" in single
 
 
 def test_help_names_every_option_and_the_default_folder():

@@ -53,7 +53,10 @@ def test_our_own_errors_are_for_people_and_others_are_bugs():
     )
     assert message_of(FileExistsError("runs/x holds a run")) == "runs/x holds a run"
     assert message_of(BrokenPipeError(32, "Broken pipe")) is None
-    assert message_of(ModuleNotFoundError(name="ray.tune")).endswith('pip install "narrowgate[sweep]"')
+    assert message_of(ModuleNotFoundError(name="ray.tune")).endswith(
+        'Install it with: pip install ".[sweep]" in the checkout of narrowgate'
+    )
+    assert message_of(ModuleNotFoundError(name="timm")).endswith("Install it with: pip install timm")
     assert message_of(ModuleNotFoundError(name="narrowgate.nowhere")) is None
 
 

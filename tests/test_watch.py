@@ -50,6 +50,9 @@ def test_a_loss_that_is_no_number(tmp_path, loss):
     assert "lower optimizer.lr (it is 0.1, try 0.033) or lr.warmup = 5" in str(caught.value)
     assert "precision" not in str(caught.value)
     with pytest.raises(TrainingError) as caught:
+        watch(tmp_path, "train.epochs=3").check(row(1, train_loss=loss))
+    assert str(caught.value).endswith("or lr.warmup = 2")  # it has to end before the run does
+    with pytest.raises(TrainingError) as caught:
         watch(tmp_path, "train.precision=bf16", "lr.warmup=2").check(row(7, train_loss=loss))
     assert 'train.precision = "32" (it is "bf16")' in str(caught.value) and "warmup" not in str(caught.value)
 
@@ -165,6 +168,9 @@ def test_the_reach_is_what_the_penalty_does(kind, options):
             "hardly feel a norm so narrow: raise penalty.sigma (it is 0.1)",
         ),
         (["optimizer.kind=adamw"], "no gate has closed yet, the smallest value is 0.63. Raise penalty.strength"),
+        (["penalty.weights=parameters"], "the smallest value is 0.63. Raise penalty.strength"),
+        (["penalty.factors={ conv1 = 9.0 }"], "the smallest value is 0.63. Raise penalty.strength"),
+        (["penalty.relative=true"], "the smallest value is 0.63. Raise penalty.strength"),
         (["gates.placement=after-norm"], 'With gates.placement = "before-norm" the norm undoes'),
     ],
 )

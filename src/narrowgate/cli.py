@@ -1,6 +1,8 @@
 """The ``narrowgate`` command: parse, call the library, print."""
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
+import io
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +21,8 @@ _STOPPED = dict.fromkeys(("train", "sweep"), "stopped; go on with the same comma
 
 def main() -> None:
     """Run the command line: status 0, 2 for what was typed wrong, 1 for what failed, 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that an old locale lacks become question marks
+        sys.stdout.reconfigure(errors="replace")
     with told_in_one_line():
         build_app()(prog_name="narrowgate")
 
@@ -202,6 +206,10 @@ def build_app() -> "typer.Typer":
 
         It reads result files and trains nothing; a row without a run says so.
         """
+        if what == "figures" and out is None:
+            raise typer.BadParameter("say which folder the figures go to, such as --out figures", param_hint="--out")
+        if out is not None and what not in ("figures", "all"):
+            raise typer.BadParameter(f"the figures are drawn by figures or all, not {what}", param_hint="--out")
         from narrowgate.reproduce import command
 
         command.reproduce(what, results, out, write)

@@ -32,14 +32,13 @@ def add_commands(app: "typer.Typer") -> None:
         image_shape: ImageShape = "",
     ) -> None:
         """Show what of a network would be gated, what is coupled, what is a wall, and what it costs."""
-        from rich.console import Console
-
+        from narrowgate.console import table_console
         from narrowgate.inspect_model import inspect_model
         from narrowgate.printing import print_inspection
 
         source = _open(what, model, classes, image_shape)
         found = inspect_model(source.network, source.example(), made_by=source.plan)
-        print_inspection(found, Console())
+        print_inspection(found, table_console())
 
     @app.command()
     def measure(
@@ -80,9 +79,8 @@ def add_commands(app: "typer.Typer") -> None:
 
         Compiling takes up to a minute for each network and batch size: leave it out with --modes eager,onnx,graph.
         """
-        from rich.console import Console
-
         from narrowgate.atomic import replace_file
+        from narrowgate.console import table_console
         from narrowgate.measure.latency import ChoiceError, latency
         from narrowgate.printing import print_latency
 
@@ -114,7 +112,7 @@ def add_commands(app: "typer.Typer") -> None:
             )
         except ChoiceError as error:
             raise typer.BadParameter(str(error)) from None
-        print_latency(result, Console())
+        print_latency(result, table_console())
         if json is not None:
             replace_file(json, result.to_json().encode())
 

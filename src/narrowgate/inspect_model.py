@@ -21,7 +21,7 @@ from narrowgate.flow.trace import ExampleInputs, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 from narrowgate.measure.counts import summarize
-from narrowgate.sites import layers_of
+from narrowgate.sites import find_sites, layers_of
 from narrowgate.swap import in_channels, out_channels
 
 _BY_CHANCE = "its parts stay equal"
@@ -153,10 +153,12 @@ def _inspected(name: str, layer: nn.Module, facts: _Facts) -> InspectedLayer:
 
 def _gates(model: nn.Module) -> tuple[dict[str, int], Mapping[str, str]]:
     """Gates by layer, and why a layer gets none, from attaching them to a copy."""
+    plain = ungated(copy.deepcopy(model))
+    _, skipped = find_sites(plain, None, False, None, None, False)
     try:
-        gates = attach_gates_(ungated(copy.deepcopy(model)))
+        gates = attach_gates_(plain)
     except ValueError as error:
-        return {}, dict.fromkeys((name for name, _ in layers_of(model)), str(error).splitlines()[0])
+        return {}, dict.fromkeys((name for name, _ in layers_of(plain)), str(error).splitlines()[0]) | skipped
     return {name: gates[name].size for name in gates}, gates.skipped
 
 

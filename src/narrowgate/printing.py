@@ -33,9 +33,9 @@ def print_latency(result: Latency, console: Console) -> None:
     table = Table(
         caption=escape("milliseconds for one batch, median above quartiles; time left: after / before, by rounds")
     )
-    table.add_column("how", no_wrap=True)
+    table.add_column("how")  # in a narrow terminal cells take more lines: with no_wrap, columns would vanish
     for name in ("batch", "before", "after", "time left"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_column("")
     for timing in result.timings:
         verdict = Text(timing.verdict, style=_COLOURS[timing.verdict])

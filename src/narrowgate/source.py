@@ -53,8 +53,10 @@ class Source:
         return self.full if self.small is None else self.small
 
     def example(self, batch: int = 2) -> Tensor:
-        """Random images, always the same."""
-        return torch.randn((batch, *self.image_shape), generator=torch.Generator().manual_seed(0))
+        """Random images, always the same, in the numbers that the network computes with."""
+        images = torch.randn((batch, *self.image_shape), generator=torch.Generator().manual_seed(0))
+        dtypes = (each.dtype for each in self.network.parameters() if each.is_floating_point())
+        return images.to(next(dtypes, images.dtype))
 
     def zeroed(self, share: float, *, layout: str = "aligned", round_to: int = 1) -> Source:
         """The same with a small network that lacks this share of each layer's channels: a look, not a result."""

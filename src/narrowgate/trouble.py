@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 _INSTALL = {
-    "typer": 'pip install "narrowgate[cli]"',
-    "rich": 'pip install "narrowgate[cli]"',
-    "sklearn": 'pip install "narrowgate[cli]" scikit-learn',
-    "lightning": 'pip install "narrowgate[train]"',
-    "torchvision": 'pip install "narrowgate[train]"',
-    "tomli": 'pip install "narrowgate[train]"',
-    "timm": "pip install timm",
-    "onnx": 'pip install "narrowgate[export]"',
-    "onnxruntime": 'pip install "narrowgate[export]"',
-    "onnxscript": 'pip install "narrowgate[export]"',
-    "matplotlib": 'pip install "narrowgate[report]"',
-    "ray": 'pip install "narrowgate[sweep]"',
+    "typer": '".[cli]"',
+    "rich": '".[cli]"',
+    "sklearn": '".[cli]" scikit-learn',
+    "lightning": '".[train]"',
+    "torchvision": '".[train]"',
+    "tomli": '".[train]"',
+    "timm": "timm",
+    "onnx": '".[export]"',
+    "onnxruntime": '".[export]"',
+    "onnxscript": '".[export]"',
+    "matplotlib": '".[report]"',
+    "ray": '".[sweep]"',
 }
 
 
@@ -50,7 +50,10 @@ def message_of(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         install = _INSTALL.get(package)
-        return None if install is None else f"{package} is not installed. Install it with: {install}"
+        if install is None:
+            return None
+        where = " in the checkout of narrowgate" if install.startswith('".') else ""
+        return f"{package} is not installed. Install it with: pip install {install}{where}"
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # the reader of a pipe has enough
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     kind = type(error)

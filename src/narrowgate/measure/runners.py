@@ -106,7 +106,9 @@ def _onnx_runtime(model: nn.Module, example: Tensor) -> Prepared:
             write_onnx(model, example, file)
             session = _onnx_session(file)
         except ModuleNotFoundError as error:
-            raise UnavailableError(f'{error.name} is not installed: pip install "narrowgate[export]"') from error
+            raise UnavailableError(
+                f'{error.name} is not installed: pip install ".[export]" in the checkout of narrowgate'
+            ) from error
         except ExportError as error:
             raise UnavailableError(str(error)) from error
     name = session.get_inputs()[0].name

@@ -98,7 +98,9 @@ def _from_torchvision(name: str, classes: int, shape: Shape, options: dict[str, 
     try:
         from torchvision import models
     except ImportError as error:
-        raise ModelError(f"torchvision/{name} needs torchvision: pip install 'narrowgate[train]'") from error
+        raise ModelError(
+            f"torchvision/{name} needs torchvision: pip install '.[train]' in the checkout of narrowgate"
+        ) from error
     known = models.list_models(module=models)
     if name not in known:
         raise ModelError(

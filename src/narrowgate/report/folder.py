@@ -36,8 +36,7 @@ def read_folder(folder: Path) -> RunData:
     """What a run's folder holds; a ReportError for a folder that is none, or names the file that can't be read."""
     if not (folder / RECIPE).is_file():
         raise ReportError(_no_run(folder))
-    recipe = Recipe.load(folder / RECIPE)
-    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))  # pages are passed on
+    recipe = Recipe.load(folder / RECIPE).without_places()  # pages are passed on
     result = _read_json(folder / RESULT) if (folder / RESULT).is_file() else None
     rows = list(_lines(folder / METRICS))
     found = surviving_folder((folder / SMALL).resolve())
@@ -126,9 +125,8 @@ def _numbers(result: dict[str, Any] | None, rows: list[dict[str, Any]]) -> tuple
 def _extras(folder: Path) -> dict[str, Any]:
     """The latest latency and threshold curve among the folder's JSON files, whatever these are called."""
     latency = curve = None
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        if path.name == RESULT:
-            continue
+    files = [path for path in folder.glob("*.json") if path.is_file() and path.name != RESULT]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(data, dict) and "timings" in data:
@@ -182,5 +180,5 @@ def _no_run(folder: Path) -> str:
     """What is wrong with a folder, and the runs below it if there are some."""
     inside = sorted(path.parent.name for path in folder.glob(f"*/{RECIPE}"))
     if inside:
-        return f"{folder} is not a run but holds some ({', '.join(inside[:3])}): give {folder}/*"
+        return f"{folder} is not a run but holds some ({', '.join(inside[:3])}): give {folder}/*/"
     return f"{folder} is not a run, it has no {RECIPE}: give a folder that narrowgate train wrote, such as runs/NAME"

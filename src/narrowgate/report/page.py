@@ -25,7 +25,7 @@ def write_report(paths: Iterable[str | Path], out: str | Path) -> Path:
         raise ReportError(f"{out} is a folder: say what the page is to be called, such as --out {out}/report.html")
     page = render(read_runs(Path(path) for path in paths))
     out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, page.encode())
+    replace_file(out, page.encode(errors="replace"))  # a folder's name may hold any bytes
     return out
 
 

@@ -53,13 +53,14 @@ def _from_record(name: str, record: dict[str, Any]) -> RunData:
     length = len(course["parameters"])
     columns = {**course, "epoch": range(1, length + 1)}
     tuned = record["recipe"]["finish"]["finetune_epochs"]
+    words = describe(record["recipe"])
     result = {**record, "accuracy_removed": accuracy["after_removal"], "finetune_epochs": tuned}
     return RunData(
         name=name,
         finished=True,
         done=length,
         epochs=record["epochs"],
-        **describe(record["recipe"]),
+        **{**words, "data": record.get("dataset", words["data"])},  # what an array file held
         before=Numbers(clean(accuracy["gated"]), record["parameters_full"], record["multiply_adds_full"]),
         after=Numbers(clean(accuracy["final"]), record["parameters"], record["multiply_adds"]),
         facts=facts(result, record["versions"], record["seed"], record["seconds"]),
@@ -94,7 +95,7 @@ def fronts(runs: Sequence[RunData], size: str) -> list[list[int]]:
         ]
         front: list[tuple[int, float, int]] = []
         for point in sorted(points):
-            if not front or point[1] < front[-1][1]:
+            if not front or point[1] < front[-1][1] or point[:2] == front[-1][:2]:
                 front.append(point)
         if len(points) > 1:
             found.append([i for _, _, i in front])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from narrowgate.console import table_console
 from narrowgate.reproduce.page import SECTIONS, sections, write_page
 from narrowgate.reproduce.record import collect, write_record
 from narrowgate.reproduce.runs import load_runs
-
-_PIPE_WIDTH = 200
 
 
 def record(folder: Path, out: Path, base: Path | None, dataset: str, curve: bool, data: str | None, device: str) -> str:
@@ -27,11 +26,7 @@ def record(folder: Path, out: Path, base: Path | None, dataset: str, curve: bool
 
 def reproduce(what: str, results: Path, out: Path | None, page: Path | None) -> None:
     """Print tables, draw figures and bring a page up to date, as far as each was asked for."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width, and cells cut in pieces can't be searched
-        console = Console(width=_PIPE_WIDTH)
+    console = table_console()
     tables = sections(results)
     for name in SECTIONS:
         if what in (name, "all"):
@@ -43,7 +38,5 @@ def reproduce(what: str, results: Path, out: Path | None, page: Path | None) -> 
 
         for path in draw_all(load_runs(results), out):
             console.print(f"drawn: {path}")
-    elif what == "figures":
-        console.print("give a folder for the figures with --out")
     if page is not None:
         console.print(f"{page}: {'brought up to date' if write_page(page, results) else 'is up to date'}")

@@ -96,6 +96,12 @@ def curve_of_run(
         raise RecordError(f"{folder} is not a finished run with a checkpoint: go on with --resume")
     if recipe.gates.kind == "none":
         raise RecordError(f"{folder} trained without gates: a threshold has nothing to close")
+    if recipe.gates.kind.startswith("filter"):
+        raise RecordError(f"{folder} measured filters, which are no gates: leave out --curve")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an assertion: PyTorch was built without CUDA
+        raise RecordError(f"can't compute on --device {device}: {error}") from error
     data = load_data(recipe.data, data_path, False, recipe.train.seed)
     place = Place(torch.device(device))
     example = next(held_out_batches(data, "held-out", Place(place.device), batch=4))[0]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgate.atomic import replace_file
 from narrowgate.storage import META, PLAN
-from narrowgate.train.recipe import Recipe
+from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.recipe.toml import write_value
 from narrowgate.train.run_folder import METRICS, RECIPE, RESULT, SMALL
 
@@ -46,9 +46,13 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     missing = [name for name in (RECIPE, METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
-    recipe = _anywhere(Recipe.load(folder / RECIPE))
+    recipe = Recipe.load(folder / RECIPE).without_places()
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)
+    if len(rows) != result["epochs"]:
+        raise RecordError(
+            f"{folder / METRICS} has {len(rows)} lines for {result['epochs']} epochs: it is damaged, copy the run again"
+        )
     tables = recipe.tables()
     finished = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.timezone.utc)
     return {
@@ -74,19 +78,18 @@ def command(recipe: Recipe, base: Path | None) -> str:
     """What makes a run of this recipe again, from a file of recipes."""
     if base is None:
         return "narrowgate train recipe.toml  # with the tables of `recipe`"
-    start = _anywhere(Recipe.load(base)).tables()
     words = ["narrowgate", "train", f"recipes/{base.name}"]
+    start = Recipe.load(base).without_places().tables()
+    if start["method"]["name"] != recipe.method.name:  # which takes the place of what the file says
+        method = f"method.name={recipe.method.name}"
+        with contextlib.suppress(RecipeError):  # the two may need other changes to go together
+            start = Recipe.load(base, [method]).without_places().tables()
+            words += ["--set", method]
     for table, values in recipe.tables().items():
         for key, value in values.items():
             if value != start[table].get(key):
                 words += ["--set", f"{table}.{key}={write_value(value)}"]
     return shlex.join(words)
-
-
-def _anywhere(recipe: Recipe) -> Recipe:
-    """The recipe without where its images and its teacher lay, which is nobody's business."""
-    teacher = replace(recipe.teacher, run=Path(recipe.teacher.run).name)
-    return replace(recipe, data=replace(recipe.data, path=""), teacher=teacher)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

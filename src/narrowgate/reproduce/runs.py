@@ -14,7 +14,7 @@ from narrowgate.reproduce.record import WHAT, RecordError
 from narrowgate.reproduce.tables import short
 from narrowgate.train.recipe import Recipe
 
-_GATES = {"exponential": "exp", "linear": "lin", "hard-concrete": "hard-concrete"}
+_GATES = {"exponential": "exp", "linear": "lin"}  # as the paper calls them; other people's keep their names
 _IMAGENET = {25_557_032: "resnet50", 3_504_872: "mobilenetv2"}
 """The networks of the paper by their parameters with 1000 classes: a recipe does not say which folder it read."""
 
@@ -61,6 +61,8 @@ def load_runs(folder: Path) -> list[Run]:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             name = path.relative_to(folder).as_posix()
+            if not isinstance(record, dict):
+                continue
             if record.get("what") == WHAT:
                 runs.append(_from_record(name, record))
             elif "error_after_removal_percent" in record and "kept" in record:
@@ -72,12 +74,13 @@ def load_runs(folder: Path) -> list[Run]:
 
 def kind_of(tables: Mapping[str, Mapping[str, Any]]) -> Kind:
     """Which way to prune a recipe's tables describe."""
-    gate, penalty = tables["gates"]["kind"], tables["penalty"]
-    if gate == "none":
+    kind, penalty = tables["gates"]["kind"], tables["penalty"]
+    if kind == "none":
         return BASELINE
+    gate = _GATES.get(kind, kind)
     if not penalty["strength"] and not tables["budget"]["target"]:
-        return Kind("l2", _GATES[gate])  # weight decay alone
-    return Kind(penalty["kind"], _GATES[gate], isinstance(penalty["sigma"], Mapping))
+        return Kind("l2", gate)  # weight decay alone
+    return Kind(penalty["kind"], gate, isinstance(penalty["sigma"], Mapping))
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:

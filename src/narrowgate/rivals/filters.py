@@ -81,6 +81,11 @@ class Filters(Gates):
         """The weights, each once, for an optimizer group of their own."""
         return list({id(gate.weight): gate.weight for gate in self._filters()}.values())
 
+    @property
+    def overlap(self) -> bool:
+        """Whether a weight has both its filters and its input columns among them."""
+        return len(self.parameters()) < len(self)
+
     def flat(self) -> Tensor:
         """All norms as one vector, on the first one's device."""
         return torch.cat([gate.g.to(self._filters()[0].weight.device) for gate in self._filters()])
@@ -88,7 +93,7 @@ class Filters(Gates):
     @torch.no_grad()
     def assign_(self, flat: Tensor) -> None:
         """Scale every group so that it has the norm given; one of norm 0 stays 0."""
-        if len(self.parameters()) < len(self):
+        if self.overlap:
             raise ValueError("filters and input columns of one layer overlap: a proximal step can't serve both")
         for gate, new in zip(self._filters(), torch.split(flat, [gate.size for gate in self.modules()]), strict=True):
             old = gate.g

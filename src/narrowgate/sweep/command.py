@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowgate.console import table_console
 from narrowgate.sweep.folder import REPORT, Outcome, Swept, begin, held, outcomes
 from narrowgate.sweep.space import Axis, Range, Trial, make_trials, read_axis
 from narrowgate.sweep.trial import Job
@@ -14,8 +15,6 @@ from narrowgate.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_PIPE_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def sweep(
     from narrowgate.sweep.tuning import drawing
 
     options = options or Options()
-    console = console or _console()
+    console = console or table_console()
     axes = [read_axis(text) for text in over]
     base = Recipe.load(recipe, settings)
     _check_ends(recipe, settings, axes)
@@ -152,11 +151,3 @@ def _anywhere(recipe: Recipe) -> Recipe:
 def _absolute(path: str) -> str | None:
     """A path that means the same in a worker's process; None for none."""
     return str(Path(path).expanduser().resolve()) if path else None
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    # A file or a pipe has no width, and cells cut in pieces can't be searched.
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tokenize
 import zipfile
 import zlib
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+NAMES = "classes"
+"""Where a file may have the names of the classes, in the order of their numbers."""
 _MOST_CHANNELS = 4
 # What reading a damaged archive has been seen to raise.
 _UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError)
@@ -42,7 +45,7 @@ class ImageSet:
 
 
 def read_npz(path: Path) -> dict[str, Any]:
-    """The four arrays of an ``.npz`` file, by key; pickled objects are never loaded."""
+    """The four arrays of an ``.npz`` file and its classes' names, by key; pickled objects are never loaded."""
     try:
         # Opened here, because numpy leaves a file open that turns out to be damaged.
         with path.open("rb") as stream:
@@ -54,7 +57,10 @@ def read_npz(path: Path) -> dict[str, Any]:
                 raise DataError(
                     f"{path} has no {', '.join(missing)} (found: {found}); save it with numpy.savez(path, {_wanted()})"
                 )
-            return {key: file[key] for key in KEYS}
+            arrays = {key: file[key] for key in KEYS}
+            with contextlib.suppress(KeyError, ValueError):  # there are none, or they are pickled: labels will do
+                arrays[NAMES] = file[NAMES]
+            return arrays
     except DataError:
         raise
     except _UNREADABLE as error:

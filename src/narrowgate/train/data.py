@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgate.train.arrays import DataError, ImageSet, check_labels, image_set, read_npz
+from narrowgate.train.arrays import NAMES, DataError, ImageSet, check_labels, image_set, read_npz
 from narrowgate.train.augment import seeded
 from narrowgate.train.folders import FolderData, load_folder
 
@@ -73,8 +73,8 @@ def load_data(part: DataPart, path: str | None = None, download: bool = False, s
     if part.augment == "imagenet":
         remedy = "for images in memory choose 'crop-flip', 'shift' or 'none'"
         raise DataError(f"augment = 'imagenet' is for image folders; {remedy}")
-    train, test = _read(source, place, download)
-    classes = _check(source, train, test, str(place))
+    train, test, named = _read(source, place, download)
+    classes = _check(source, train, test, named, str(place))
     validation = None
     if part.validation:
         left, held = _holding_out(part.validation, seed)(train.labels)
@@ -86,6 +86,10 @@ def load_data(part: DataPart, path: str | None = None, download: bool = False, s
 
 def _existing_path(source: str, path: str, download: bool) -> Path:
     place = Path(path).expanduser()
+    if source == "digits" and path:
+        raise DataError(
+            f"source 'digits' comes with scikit-learn and reads no file: leave out {path}, or set data.source for it"
+        )
     if source == "digits" or (path and (place.exists() or (download and source in _KNOWN))):
         return place
     problem = (
@@ -106,16 +110,22 @@ def _how_to_get(source: str) -> str:
     )
 
 
-def _read(source: str, place: Path, download: bool) -> tuple[ImageSet, ImageSet]:
+def _read(source: str, place: Path, download: bool) -> tuple[ImageSet, ImageSet, int]:
+    """Training and test images, and how many classes have names; 0 where none are given."""
     if source == "digits":
-        return _read_digits()
+        return *_read_digits(), 0
     if source == "npz" or place.suffix == ".npz":
         found = read_npz(place)
         train, test = (
             image_set(found[f"x_{part}"], found[f"y_{part}"], str(place), part) for part in ("train", "test")
         )
-        return train, test
-    return _read_torchvision(source, place, download)
+        return train, test, _count_names(found.get(NAMES))
+    return *_read_torchvision(source, place, download), 0
+
+
+def _count_names(names: Any) -> int:
+    is_row_of_texts = names is not None and names.ndim == 1 and names.dtype.kind in "US"
+    return len(names) if is_row_of_texts else 0
 
 
 def _read_torchvision(source: str, root: Path, download: bool) -> tuple[ImageSet, ImageSet]:
@@ -153,10 +163,12 @@ def _need(package: str, source: str) -> None:
     try:
         __import__("sklearn" if package == "scikit-learn" else package)
     except ImportError as error:
-        raise DataError(f"source {source!r} needs {package}: pip install 'narrowgate[train]'") from error
+        raise DataError(
+            f"source {source!r} needs {package}: pip install '.[train]' in the checkout of narrowgate"
+        ) from error
 
 
-def _check(source: str, train: ImageSet, test: ImageSet, where: str) -> int:
+def _check(source: str, train: ImageSet, test: ImageSet, named: int, where: str) -> int:
     """The number of classes, once shapes and labels of both sets agree with each other and with the source."""
     shape, other = tuple(train.images.shape[1:]), tuple(test.images.shape[1:])
     known = _KNOWN.get(source)
@@ -167,11 +179,12 @@ def _check(source: str, train: ImageSet, test: ImageSet, where: str) -> int:
         )
     if shape != other:
         raise DataError(f"{where}: training images are {_times(shape)} but test images {_times(other)}")
-    classes = int(train.labels.max()) + 1 if known is None else known.classes
+    classes = known.classes if known is not None else named or int(train.labels.max()) + 1
     check_labels(train.labels, classes, f"{where}: y_train")
     check_labels(test.labels, classes, f"{where}: y_test")
-    if known is None and int(train.labels.min()) > 0:
-        raise DataError(f"{where}: y_train starts at {int(train.labels.min())}; count classes from 0")
+    # A small part of a data set may lack class 0; both parts starting at 1 is another way to count.
+    if known is None and not named and int(train.labels.min()) == int(test.labels.min()) == 1:
+        raise DataError(f"{where}: y_train and y_test start at 1; count classes from 0")
     return classes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -128,6 +129,11 @@ def _fine_tune(training: Training, small: nn.Module) -> None:
         epoch = recipe.train.epochs + i
         training.seed_noise(epoch)
         loss, _ = training.run_epoch(loop, epoch, lambda progress: recipe.finish.finetune_lr)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss of epoch {i + 1} of fine-tuning is {loss}. Start again in another folder with a lower "
+                f"finish.finetune_lr (it is {recipe.finish.finetune_lr:g})"
+            )
         training.team.share_buffers_(small)
         training.show.notice(f"fine-tuned {i + 1} of {recipe.finish.finetune_epochs} epochs, loss {loss:.4f}")
     small.eval()
@@ -152,7 +158,7 @@ def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
     rank_zero.log.addFilter(_is_no_advice)
     try:
         fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ImportError) as error:
         raise TrainingError(f"can't train with accelerator {accelerator!r} x {devices}: {error}") from error
     fabric.launch()
     return fabric
@@ -168,8 +174,9 @@ def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
     kept = folder / RECIPE
     if kept.exists() and not resume:
         raise FileExistsError(f"{folder} holds a run: go on with --resume, or choose another folder with --out")
-    if kept.exists() and Recipe.load(kept).digest() != recipe.digest():
-        raise RecipeError(f"{kept} is not the recipe given: resume with that one, or choose another folder")
+    if kept.exists() and (different := Recipe.load(kept).differences(recipe)):
+        keys = ", ".join(f"{key} is {there} there and {here} here" for key, (there, here) in different.items())
+        raise RecipeError(f"{kept} is not the recipe given ({keys}): resume with that one, or choose another folder")
     return Result.load(folder) if resume and (folder / RESULT).exists() else None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from narrowgate.atomic import replace_file
 from narrowgate.attach import merge_gates_
-from narrowgate.flow import Plan, Verification, compact, plan, verify
+from narrowgate.flow import CollapseError, Plan, Verification, compact, plan, verify
 from narrowgate.flow.compose import compose
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import Gates
@@ -113,8 +113,8 @@ def prune(
     """
     if recipe.gates.rescale != 1:
         rescale_(model, example, 1 / recipe.gates.rescale)
-    closed = 0
-    if gates is not None and (threshold := threshold_of(recipe)) > 0:
+    closed, threshold = 0, threshold_of(recipe)
+    if gates is not None and threshold > 0:
         closed = gates.close_below_(threshold)
     if gates is not None and recipe.finish.close > 0:
         closed += close_smallest_(gates, recipe.finish.close, recipe.finish.per_layer)
@@ -122,7 +122,16 @@ def prune(
         return Pruned(*_whole(model, full_size), None, closed)
     part = recipe.shrink
     how = {"layout": part.layout, "constants": part.constants, "round_to": part.round_to}
-    return Pruned(*remove(model, example, earlier, agree, **how), closed)
+    try:
+        return Pruned(*remove(model, example, earlier, agree, **how), closed)
+    except CollapseError as error:
+        if not closed:
+            raise
+        what = str(error).partition(". ")[0]
+        raise CollapseError(
+            f"{what}. That is after finish.threshold = {threshold:g} and finish.close = {recipe.finish.close:g} closed "
+            f"{closed} more gates: lower them"
+        ) from error
 
 
 def remove(

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from narrowgate.attach import attach_gates_
 from narrowgate.gateset import Gates
-from narrowgate.rivals.filters import filters_of
+from narrowgate.rivals.filters import Filters, filters_of
 from narrowgate.rivals.scaling import use_scaling_gates_
 from narrowgate.rivals.wiring import memory_weights, rescale_
 from narrowgate.train.recipe import GatesPart, Recipe, RecipeError
+from narrowgate.train.recipe.values import did_you_mean
 
 Choice = Callable[[str, nn.Module], bool]
 
@@ -23,12 +24,20 @@ def attach(recipe: Recipe, model: nn.Module, example: Tensor) -> Gates | None:
     part = recipe.gates
     if part.kind == "none":
         return None
+    _check_names(recipe, model)
     try:
         gates = _attached(part, model)
     except ValueError as error:
         raise RecipeError(
             f"the gates of the recipe don't fit the network: {error}{_remedy(recipe)}", "gates.kind"
         ) from error
+    stepped = recipe.penalty.proximal and recipe.penalty.strength
+    if stepped and isinstance(gates, Filters) and gates.overlap:
+        raise RecipeError(
+            f'penalty.proximal = true with gates.kind = "{part.kind}": filters and input columns of one layer of '
+            f"{recipe.model.name} overlap, and one step can't serve both; leave penalty.proximal out",
+            "penalty.proximal",
+        )
     if part.rescale != 1 and not rescale_(model, example, part.rescale):
         raise RecipeError(
             f"gates.rescale = {part.rescale:g}: behind no BatchNorm of {recipe.model.name} are only ReLU, pooling and "
@@ -36,6 +45,18 @@ def attach(recipe: Recipe, model: nn.Module, example: Tensor) -> Gates | None:
             "gates.rescale",
         )
     return gates
+
+
+def _check_names(recipe: Recipe, model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for key, patterns in (("skip", recipe.gates.skip), ("inputs", recipe.gates.inputs)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                guess = did_you_mean(pattern, names)
+                raise RecipeError(
+                    f'gates.{key} has "{pattern}", and {recipe.model.name} has no layer of that name{guess}',
+                    f"gates.{key}",
+                )
 
 
 def _attached(part: GatesPart, model: nn.Module) -> Gates:
@@ -92,5 +113,5 @@ def _named(*patterns: str) -> Choice:
 
 def _remedy(recipe: Recipe) -> str:
     if recipe.gates.kind == "linear" and recipe.model.name == "lenet5" and not recipe.model.options.get("norm"):
-        return ". LeNet-5 has BatchNorms with --set model.options.norm=true"
+        return " LeNet-5 has BatchNorms with --set model.options.norm=true"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
@@ -96,8 +97,14 @@ class RunLog:
         if name not in self._files:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._files[name] = (self.folder / name).open("a", encoding="utf-8")
-        self._files[name].write(line + "\n")
-        self._files[name].flush()
+        try:
+            self._files[name].write(line + "\n")
+            self._files[name].flush()
+        except OSError as error:  # of a full disk the system does not say which file it is
+            error.filename = str(self.folder / name)
+            with contextlib.suppress(OSError):  # closing tries to write again
+                self._files.pop(name).close()
+            raise
 
     def _open_writer(self) -> SummaryWriter | None:
         try:

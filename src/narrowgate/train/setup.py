@@ -18,7 +18,7 @@ from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place
 from narrowgate.train.finish import threshold_of
 from narrowgate.train.gating import attach, weights_of
-from narrowgate.train.recipe import Recipe
+from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.shrink import Shrinker
 
 
@@ -115,17 +115,20 @@ def make_budget(recipe: Recipe, parts: Parts, example: Tensor) -> Budget | None:
     if not recipe.budget.target or parts.penalty is None:
         return None
     part = recipe.shrink
-    return Budget(
-        recipe.budget.target,
-        parts.model,
-        example,
-        parts.penalty,
-        recipe.train.epochs,
-        optimizer=parts.optimizer,
-        threshold=threshold_of(recipe),
-        arrive=recipe.budget.arrive,
-        steer=recipe.budget.steer,
-        layout=part.layout,
-        constants=part.constants,
-        round_to=part.round_to,
-    )
+    try:
+        return Budget(
+            recipe.budget.target,
+            parts.model,
+            example,
+            parts.penalty,
+            recipe.train.epochs,
+            optimizer=parts.optimizer,
+            threshold=threshold_of(recipe),
+            arrive=recipe.budget.arrive,
+            steer=recipe.budget.steer,
+            layout=part.layout,
+            constants=part.constants,
+            round_to=part.round_to,
+        )
+    except ValueError as error:
+        raise RecipeError(f"budget.target: {error}", "budget.target") from error

@@ -177,7 +177,7 @@ def _remarks(result: Result) -> list[str]:
     """What the table has no room for."""
     lines = [f"\nGates closed  {result.closed:.1%}"]
     if result.closed_by_threshold:
-        lines[0] += f", and {result.closed_by_threshold:,} more that were below the threshold at the end"
+        lines[0] += f", and {result.closed_by_threshold:,} more at the end, by [finish]"
     if result.max_error is not None:
         lines.append(
             f"Exactness     max difference {result.max_error:.0e} between the outputs before and after removal"

@@ -16,6 +16,8 @@ from torch import nn
 from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
 from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
+from narrowgate.measure.counts import CountError
+from narrowgate.models import ModelError
 from narrowgate.rivals.apg import ApgSgd
 from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
@@ -28,7 +30,7 @@ from narrowgate.train.show import Show
 from narrowgate.train.step import GraphLoop, Loop, Step, count_hits
 from narrowgate.train.teacher import load_teacher
 from narrowgate.train.team import Team
-from narrowgate.train.watch import Watch
+from narrowgate.train.watch import TrainingError, Watch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -61,7 +63,7 @@ class Training:
         torch.manual_seed(_seed("weights", recipe.train.seed))
         self.parts: Parts = build(recipe, data.classes, data.image_shape, place.device)
         self.example = next(held_out_batches(data, "held-out", Place(place.device), batch=4))[0]
-        self.full = self.left = Size.of(self.parts.model, self.example)
+        self.full = self.left = self._full_size()
         self.shrinker = make_shrinker(recipe, self.parts, self.example)
         self.budget = make_budget(recipe, self.parts, self.example)
         self.feed = make_feed(recipe, data, place)
@@ -70,6 +72,14 @@ class Training:
         self._loop: Loop | None = None
         self._watch = Watch(recipe, folder, self.feed.steps)
         self._log = RunLog(folder) if place.rank == 0 else None
+
+    def _full_size(self) -> Size:
+        try:
+            return Size.of(self.parts.model, self.example)
+        except CountError as error:
+            shape = "x".join(map(str, self.data.image_shape))
+            reason = error.__cause__ or error
+            raise ModelError(f"{self.recipe.model.name} can't take images of {shape}: {reason}") from error
 
     def one_epoch(self) -> EpochRow:
         """Train one epoch, then shrink, steer, evaluate and write it down."""
@@ -120,10 +130,14 @@ class Training:
             # The last step may have broken the weights: no checkpoint is to hold them.
             sums = torch.stack([p.detach().float().sum() for p in self.parts.model.parameters()])
             return loss if bool(sums.isfinite().all()) else math.nan, accuracy
-        except ValueError:
+        except ValueError as error:
             gates = [] if self.parts.gates is None else self.parts.gates.parameters()
             if any(bool(g.isnan().any()) for g in gates):  # on a CPU, gated layers refuse to compute with them
                 return math.nan, math.nan
+            if self.recipe.train.batch == 1:  # too little for a BatchNorm that gets one number of each image
+                raise TrainingError(
+                    f"train.batch = 1: {error}. Start again in another folder with a higher one"
+                ) from error
             raise
 
     def seed_noise(self, epoch: int) -> None:

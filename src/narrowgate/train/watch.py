@@ -59,8 +59,8 @@ class Watch:
             f"the last checkpoint before that, of epoch {epochs[0]}, is in {folder}" if epochs else "nothing is saved"
         )
         remedies = [f"a lower optimizer.lr (it is {recipe.optimizer.lr:g}, try {recipe.optimizer.lr / 3:.2g})"]
-        if recipe.lr.warmup == 0:
-            remedies.append("lr.warmup = 5")
+        if recipe.lr.warmup == 0 and recipe.train.epochs > 1:
+            remedies.append(f"lr.warmup = {min(5, recipe.train.epochs - 1)}")
         if recipe.train.precision != "32":
             remedies.append(f'train.precision = "32" (it is "{recipe.train.precision}")')
         raise TrainingError(
@@ -202,7 +202,9 @@ class Watch:
     def _estimate(self, row: EpochRow) -> str:
         """How far the penalty can move a gate in this run, and what strength would do."""
         recipe = self._recipe
-        if recipe.optimizer.kind != "sgd" or recipe.penalty.kind == "l0":
+        part = recipe.penalty
+        uneven = part.weights != "equal" or part.factors or part.relative  # gates move at speeds of their own
+        if recipe.optimizer.kind != "sgd" or part.kind == "l0" or uneven:
             return f"Raise penalty.strength (it is {row.strength:g}), for example to {3 * row.strength:.2g}"
         usual = 0.5 if recipe.gates.kind == "linear" else 1.0
         start = usual if recipe.gates.init is None else recipe.gates.init

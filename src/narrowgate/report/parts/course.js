@@ -79,14 +79,12 @@ function course(run) {
 
 function curve(run) {
   if (!run.curve) {
-    return section(
-      "curve",
-      "Closing more gates: the threshold curve",
-      note(
-        "No threshold curve was recorded. To have one here, RUN being the run's folder: ",
-        el("code", {}, "narrowgate record RUN --curve --out RUN/record.json"),
-      ),
-    );
+    const how = [
+      "No threshold curve was recorded. To have one here, RUN being the run's folder: ",
+      el("code", {}, "narrowgate record RUN --curve --out RUN/record.json"),
+    ];
+    const why = run.method === "no gates" ? ["This run trained without gates: there are none to close."] : how;
+    return section("curve", "Closing more gates: the threshold curve", note(...why));
   }
   const { threshold, accuracy, pruned } = run.curve;
   const positive = threshold.filter((value) => value > 0);

@@ -1,7 +1,10 @@
 // The network from its first layer to its last, as wide as each layer has channels.
 function widths(run) {
   if (!run.layers.length) {
-    const why = run.finished ? "This run removed nothing." : "The widths of the layers come with the end of the run.";
+    const unchanged = run.after.parameters === run.before.parameters;
+    const missing = "Not known: the run's folder lacks its small network. Copy the run again, with small/.";
+    const end = unchanged ? "This run removed nothing." : missing;
+    const why = run.finished ? end : "The widths of the layers come with the end of the run.";
     return section("widths", "Width of the network", note(why));
   }
   const most = Math.max(...run.layers.map((layer) => layer.total));

@@ -8,6 +8,7 @@ from narrowgate.train.recipe.part import Part, RecipeError, kind_of, shown
 from narrowgate.train.recipe.parts import (
     BudgetPart,
     DataPart,
+    FinishPart,
     LrPart,
     OptimizerPart,
     TrainPart,
@@ -113,6 +114,13 @@ def check_rate(optimizer: OptimizerPart, lr: LrPart, train: TrainPart) -> None:
         )
     if lr.warmup >= train.epochs:
         raise refuse("the warm-up must end before the run does", (lr, "warmup"), (train, "epochs"))
+
+
+def check_finish(finish: FinishPart, gates: GatesPart) -> None:
+    """What closes gates at the end needs some."""
+    for name in ("threshold", "close"):
+        if gates.kind == "none" and getattr(finish, name):
+            raise refuse("there are no gates to close; leave it out", (finish, name), (gates, "kind"))
 
 
 def check_together(

@@ -62,6 +62,8 @@ def _check_gates(gates: GatesPart, budget: BudgetPart, shrink: ShrinkPart) -> No
         raise refuse('name some, for example ["channels"]; no gates at all are gates.kind = "none"', (gates, "groups"))
     if gates.kind in RIVALS[1:] and gates.placement != "before-norm":
         raise refuse("filters have no placement; leave it out", (gates, "placement"), (gates, "kind"))
+    if filters and gates.init is not None:
+        raise refuse("filters start as the network makes them; leave it out", (gates, "init"), (gates, "kind"))
 
 
 def _check_weights(gates: GatesPart, penalty: PenaltyPart) -> None:

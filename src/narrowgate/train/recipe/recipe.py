@@ -6,15 +6,15 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from narrowgate.rivals.methods import with_method
 from narrowgate.schedules import Schedule, as_schedule
-from narrowgate.train.recipe.checks import check_together
+from narrowgate.train.recipe.checks import check_finish, check_together
 from narrowgate.train.recipe.gating import GatesPart, MethodPart, PenaltyPart
 from narrowgate.train.recipe.method_checks import check_method, check_rivals
-from narrowgate.train.recipe.part import Part, RecipeError
+from narrowgate.train.recipe.part import Part, RecipeError, shown
 from narrowgate.train.recipe.parts import (
     PARTS,
     BudgetPart,
@@ -56,6 +56,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_together(self.data, self.gates, self.penalty, self.optimizer, self.lr, self.train, self.budget)
+        check_finish(self.finish, self.gates)
         check_method(self.method, self.parts(), self.tables())
         check_rivals(self.gates, self.penalty, self.optimizer, self.budget, self.shrink)
 
@@ -98,14 +99,31 @@ class Recipe:
             for table, values in self.tables().items()
         )
 
+    def without_places(self) -> Recipe:
+        """The same without where its images and its teacher lie, for what is passed on to others."""
+        teacher = replace(self.teacher, run=Path(self.teacher.run).name)
+        return replace(self, data=replace(self.data, path=""), teacher=teacher)
+
     def digest(self) -> str:
         """A SHA-256 of all that decides the numbers: not where data lies, what a method is called, or [checkpoint]."""
-        tables = {
+        return hashlib.sha256(json.dumps(self._deciding(), sort_keys=True).encode()).hexdigest()
+
+    def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
+        """What decides the numbers and is not the same in both, by ``table.key``: the value here, and there."""
+        theirs = other._deciding()
+        return {
+            f"{table}.{key}": (shown(value), shown(theirs[table][key]))
+            for table, values in self._deciding().items()
+            for key, value in values.items()
+            if value != theirs[table][key]
+        }
+
+    def _deciding(self) -> dict[str, dict[str, object]]:
+        return {
             table: {key: value for key, value in values.items() if key not in _NOT_IN_DIGEST.get(table, ())}
             for table, values in self.tables().items()
             if table != CheckpointPart.TABLE
         }
-        return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
 
     def lr_at(self, progress: float) -> float:
         """The learning rate after ``progress`` epochs, which may be a fraction."""
