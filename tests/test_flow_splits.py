@@ -247,6 +247,28 @@ def test_a_number_that_does_more_than_count_channels_holds(kind):
     assert small.width == 4 and plan.walls
 
 
+class Blur(nn.Module):
+    """Holds how many groups its function has, and a number that is the same by chance."""
+
+    def __init__(self, channels=6, tells=False):
+        super().__init__()
+        self.channels, self.chance, self.tells = channels, channels, tells
+        self.register_buffer("kernel", torch.rand(channels, 1, 3, 3))
+
+    def forward(self, x):
+        x = F.conv2d(x, self.kernel, groups=self.channels)
+        return x * self.channels if self.tells else x
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_function_with_a_group_for_each_channel(tells):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), Blur(tells=tells), nn.Conv2d(6, 4, 1)).double().eval()
+    close_(model[0], [1, 4])
+    plan, small = shrink(model, image(), removes=not tells)
+    assert small[2].channels == len(small[2].kernel) == (6 if tells else 4) and model[2].channels == 6
+    assert bool(plan.walls) == tells
+
+
 def shuffle(x):
     batch, channels, height, width = x.shape
     return x.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, channels, height, width)

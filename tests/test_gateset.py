@@ -43,6 +43,8 @@ class TestMerging:
         message = r"the weight of 1 is computed.*remove_parametrizations"
         with unchanged(model), pytest.raises(ValueError, match=message):
             ng.merge_gates_(model)
+        with unchanged(model), pytest.raises(ValueError, match=message):
+            ng.plan(model, torch.ones(1, 3))
         nn.utils.parametrize.remove_parametrizations(model[1], "weight")
         assert_same(ng.merge_gates_(model)(torch.ones(1, 3)), expected, rtol=1e-6, atol=1e-6)
 

@@ -24,7 +24,7 @@ from narrowgate.cli import build_app
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.report import ReportError, write_report
-from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData
+from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData, facts
 from narrowgate.report.folder import plan_parts
 from narrowgate.report.page import render
 from narrowgate.report.read import fronts, read_run, read_runs
@@ -84,6 +84,13 @@ class Walled(nn.Module):
 
     def forward(self, x):
         return self.head(self.bn(self.last(self.norm(self.first(x)))))
+
+
+def test_a_report_says_who_taught_a_run():
+    teacher = {"model": {"name": "resnet", "options": {}}, "parameters": 12345, "accuracy": 0.5}
+    found = facts({"closed": 0.1, "device": "cpu", "teacher": teacher}, {}, 0, None)
+    assert found["Learned from"] == "resnet, 12,345 parameters, 50.00%"
+    assert "Learned from" not in facts({"closed": 0.1, "device": "cpu", "teacher": None}, {}, 0, None)
 
 
 def test_constants_and_walls_of_a_plan():

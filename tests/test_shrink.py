@@ -363,6 +363,7 @@ def test_a_model_without_gates_and_a_wrapped_one_are_refused():
 
 def test_a_model_that_accelerate_put_mixed_precision_over_is_cut():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test may have chosen otherwise
     model, gates = gated()
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared, optimizer = accelerator.prepare(model.float(), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
@@ -380,3 +381,4 @@ def test_a_model_that_accelerate_put_mixed_precision_over_is_cut():
     last = ng.plan(plain, x)
     assert last.parameters_after < last.parameters_before
     ng.verify(plain, ng.compact(plain, last), x)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -18,7 +18,7 @@ from narrowgate.gateset import Gates, gates_of
 from narrowgate.groups import NAMES, Family
 from narrowgate.listed import Listed, listed_groups
 from narrowgate.sites import Site, Where, check_families, check_sites, find_groups, find_sites, layers_of, reader_of
-from narrowgate.swap import can_merge, check_gate_fits, divide_by_gate_, gate_layer_, merge_layer_
+from narrowgate.swap import can_merge, check_gate_fits, check_weights, divide_by_gate_, gate_layer_, merge_layer_
 
 __all__ = ["KINDS", "PLACEMENTS", "Gates", "Where", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"]
 
@@ -140,12 +140,7 @@ def merge_gates_(model: nn.Module) -> nn.Module:
             f"the gates on {', '.join(stuck)} multiply an output and have no weight to go into; "
             "keep them, or gate a layer inside"
         )
-    if computed := [name for name, module in gated.items() if "weight" not in module._parameters]:
-        raise ValueError(
-            f"the weight of {', '.join(computed)} is computed, as by weight_norm, spectral_norm or prune, and can't "
-            "take a gate in: make it an ordinary one first, with torch.nn.utils.parametrize.remove_parametrizations or "
-            "the remove function of what computes it"
-        )
+    check_weights(gated)
     if gated:
         gates_of(model).values()  # raises if one is NaN
     for module in gated.values():

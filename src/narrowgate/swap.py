@@ -6,6 +6,7 @@ block, gets a forward hook that multiplies its output instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -151,6 +152,16 @@ def has_gated_class(layer: nn.Module) -> bool:
 def can_merge(module: nn.Module) -> bool:
     """Whether a gated layer's gates can go into its weights."""
     return isinstance(module, GatedLayer) or isinstance(module._modules.get("gate"), LinearGate)
+
+
+def check_weights(gated: Mapping[str, nn.Module]) -> None:
+    """Raise if something put over a layer since computes the weight that its gate is to be multiplied into."""
+    if computed := [name for name, layer in gated.items() if can_merge(layer) and "weight" not in layer._parameters]:
+        raise ValueError(
+            f"the weight of {', '.join(computed)} is computed, as by weight_norm, spectral_norm or prune, and can't "
+            "take a gate in: make it an ordinary one first, with torch.nn.utils.parametrize.remove_parametrizations or "
+            "the remove function of what computes it"
+        )
 
 
 def merge_layer_(layer: nn.Module) -> None:

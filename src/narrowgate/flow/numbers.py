@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.analysis import Flow
 from narrowgate.flow.decide import Decision
@@ -24,6 +25,13 @@ def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
             continue
         new = {size: left * size // len(labels), len(labels): left}
         numbers |= {key: new[n] for key, n in _numbers_of(flow.modules, layer_of(node)) if n in new}
+    for mixer in flow.mixers:
+        module, labels = flow.modules.get(mixer.layer), mixer.inputs.labels
+        if module is None or isinstance(module, _ConvNd) or not mixer.groups == len(labels) > 1:
+            continue
+        left = len(decision.positions(labels))  # a function with a group for each channel, as F.conv2d in a blur
+        counts = ((key, n) for key, n in vars(module).items() if type(n) is int)
+        numbers |= {f"{mixer.layer}.{key}": left for key, n in counts if n == len(labels) != left}
     for heads in flow.heads:
         if heads.labels is None or decision.kept[heads.labels].all():
             continue

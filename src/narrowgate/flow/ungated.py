@@ -19,6 +19,7 @@ from narrowgate.flow.trace import TraceError, copy_structure
 from narrowgate.flow.unknown import Gating, Weights, has_numbers, named_tensors, put_tensor, raw
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate
+from narrowgate.swap import check_weights
 
 
 class FrozenGate(Gate):
@@ -75,6 +76,7 @@ def _why_not_copied(model: nn.Module, error: RuntimeError) -> str:
 def ungated(model: nn.Module) -> nn.Module:
     """A copy with every gate multiplied into fresh weights; all other tensors are shared with the original."""
     plain = share_copy(model)
+    check_weights({name: module for name, module in plain.named_modules() if has_gate(module)})
     for module in plain.modules():
         forget_prepared_gates_(module)
         forget_reader_(module)

@@ -137,7 +137,7 @@ def facts(
     if result is not None:
         found["Gates closed by training"] = _percent(result.get("closed"))
         if result.get("closed_by_threshold"):
-            found["Closed by the threshold at the end"] = f"{result['closed_by_threshold']:,} gates"
+            found["Closed at the end, by [finish]"] = f"{result['closed_by_threshold']:,} gates"
         error = result.get("max_error")
         found["Largest difference between the outputs before and after removal"] = (
             "not compared" if error is None else f"{error:.1g}"
@@ -147,6 +147,9 @@ def facts(
             found["Fine-tuned after removal"] = f"{result['finetune_epochs']} epochs, from {removed}"
         if result.get("validation_accuracy") is not None:
             found["Accuracy on validation images"] = _percent(result["validation_accuracy"])
+        if teacher := result.get("teacher"):
+            size = f"{teacher['parameters']:,} parameters, {_percent(teacher['accuracy'])}"
+            found["Learned from"] = f"{teacher['model']['name']}, {size}"
     if seconds is not None:
         found["Time"] = f"{seconds / 60:,.1f} min" if seconds >= 120 else f"{seconds:.0f} s"
     if result is not None:
