@@ -504,9 +504,11 @@ def replaced_forward():
     return layer
 
 
-@pytest.mark.parametrize("layer", [DividesByItsInputs(6, 5, 1), DividesByItsOutputs(6, 5, 1), replaced_forward()])
-def test_a_layer_of_the_users_own_that_reads_its_width(layer):
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), layer, nn.ReLU(), nn.Conv2d(5, 4, 1))
+@pytest.mark.parametrize(
+    "make", [lambda: DividesByItsInputs(6, 5, 1), lambda: DividesByItsOutputs(6, 5, 1), replaced_forward]
+)
+def test_a_layer_of_the_users_own_that_reads_its_width(make):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), make(), nn.ReLU(), nn.Conv2d(5, 4, 1))
     settle_(model, image())
     close_(model[0], [1, 2])
     close_(model[2], [0])
