@@ -154,10 +154,10 @@ def _inspected(name: str, layer: nn.Module, facts: _Facts) -> InspectedLayer:
 def _gates(model: nn.Module) -> tuple[dict[str, int], Mapping[str, str]]:
     """Gates by layer, and why a layer gets none, from attaching them to a copy."""
     plain = ungated(copy.deepcopy(model))
-    _, skipped = find_sites(plain, None, False, None, None, False)
     try:
         gates = attach_gates_(plain)
     except ValueError as error:
+        _, skipped = find_sites(plain, None, False, None, None, False)
         return {}, dict.fromkeys((name for name, _ in layers_of(plain)), str(error).splitlines()[0]) | skipped
     return {name: gates[name].size for name in gates}, gates.skipped
 

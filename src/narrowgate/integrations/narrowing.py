@@ -167,9 +167,10 @@ class Narrowing:
         """Add the penalty's gradient to the gates', once an optimizer step: the same as adding it to the loss."""
         if self.settings.proximal or not self.penalty.strength:
             return
+        gates = self.gates
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self.penalty(), self.gates)
-        for g, gradient in zip(self.gates, gradients, strict=True):
+            gradients = torch.autograd.grad(self.penalty(), gates)
+        for g, gradient in zip(gates, gradients, strict=True):
             g.grad = gradient if g.grad is None else g.grad.add_(gradient)
 
     def after_step_(self) -> None:
@@ -181,11 +182,12 @@ class Narrowing:
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
-        speed, *others = dict.fromkeys(speeds[id(g)] for g in self.gates)
+        gates = self.gates
+        speed, *others = dict.fromkeys(speeds[id(g)] for g in gates)
         if others:  # gates in groups of their own learning rates; one that no group has is frozen, and stays
             each = [(g.numel(), float(speeds.get(id(g), 0.0))) for g in self.penalty.gates.parameters()]
             speed = torch.cat([torch.full((size,), own, dtype=torch.float32) for size, own in each])
-            speed = speed.to(self.gates[0].device)
+            speed = speed.to(gates[0].device)
         self.penalty.proximal_(speed)
 
     def end_epoch(self, epoch: int) -> Shrunk | None:
