@@ -210,12 +210,14 @@ class Budget:
     def _look_(self, epoch: int, ranks: Ranking, meet: bool) -> None:
         """See how many gates are open at the target, and close what is due."""
         self.size.training = not meet  # to meet the target, count as the final removal will: every zero
-        self.left = self.size.left(ranks, ranks.closed)
+        before, self.left = self.left, self.size.left(ranks, ranks.closed)
         if not meet and self.left <= self.target + self.size.near:
             meet, self.size.training = True, False
             self.left = self.size.left(ranks, ranks.closed)
         if not meet and not self.steer:
             self._open = ranks.count - ranks.closed
+            return
+        if ranks.digest == self._held and self.left == before:  # nothing has changed since it was met
             return
         known = {ranks.closed: self.left}
         closed = self.size.meet(ranks, known) if meet else self.size.search(ranks, known, self.target, self.size.rough)
