@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 
-from narrowgate.train.augment import Normalise, crop_flip, draw, seeded
+from narrowgate.train.augment import Normalise, crop_flip, draw, draw_warps, seeded, warp
 
 
 def plain(images, draws, padding):
@@ -54,6 +54,50 @@ def test_no_move_is_the_image_itself():
     assert torch.equal(crop_flip(images, torch.tensor([[4, 4, 1]] * 5), 4), images.flip(3))
     gone = crop_flip(images, torch.tensor([[0, 4, 0]] * 5), 4)
     assert not gone[:, :, :4].any() and torch.equal(gone[:, :, 4:], images[:, :, :2])
+
+
+def test_a_warp_of_nothing_is_the_image_itself():
+    images = random_images(3, 2, 7, 10)
+    assert torch.allclose(warp(images, torch.tensor([[0.0, 0, 0, 1]] * 3)), images.float(), atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (1, 3, 6, 9)])
+def test_a_warp_by_whole_pixels_moves_as_a_crop_does(shape):
+    images = random_images(*shape).expand(25, -1, -1, -1)
+    moves = torch.tensor([(dy, dx, 0) for dy in range(5) for dx in range(5)])
+    draws = torch.stack([2 - moves[:, 0], 2 - moves[:, 1], moves[:, 2], moves[:, 2] + 1], 1).float()
+    assert torch.allclose(warp(images, draws), crop_flip(images, moves, 2).float(), atol=1e-2)
+
+
+def test_a_warp_turns_then_moves():
+    images = random_images(1, 2, 6, 6)
+    turned = torch.rot90(images, 1, (2, 3)).float()  # counter-clockwise, as seen
+    assert torch.allclose(warp(images, torch.tensor([[0, 0, -torch.pi / 2, 1]])), turned, atol=1e-2)
+    moved = warp(images, torch.tensor([[1, 0, -torch.pi / 2, 1]]))
+    assert torch.allclose(moved, F.pad(turned, [0, 0, 1, 0])[:, :, :6], atol=1e-2)
+
+
+def test_a_warp_of_a_wide_image_keeps_its_shapes():
+    """A square that is turned by a right angle is a square, in an image that is none."""
+    images = torch.zeros(1, 1, 8, 16)
+    images[0, 0, 2:6, 6:10] = 200
+    assert torch.allclose(warp(images, torch.tensor([[0, 0, torch.pi / 2, 1]])), images, atol=1e-2)
+    grown = warp(images, torch.tensor([[0, 0, 0, 2.0]]))
+    assert 3.5 < grown.sum() / images.sum() < 4.5
+
+
+def test_warps_fill_their_range_and_follow_seed_and_epoch():
+    draws = draw_warps(5000, 1, 2)
+    assert torch.equal(draws, draw_warps(5000, 1, 2)) and not torch.equal(draws, draw_warps(5000, 1, 3))
+    low, high = draws.amin(0), draws.amax(0)
+    most = torch.tensor([2, 2, 10 / 180 * torch.pi, 0.1])
+    middle = torch.tensor([0, 0, 0, 1.0])
+    assert torch.allclose(high, middle + most, rtol=0.01) and torch.allclose(low, middle - most, rtol=0.01)
+
+
+def test_warps_for_the_wrong_images_are_refused():
+    with pytest.raises(ValueError, match=r"draws \[B, 4\], got \[2, 1, 4, 4\] and \[3, 4\]"):
+        warp(random_images(2, 1, 4, 4), draw_warps(3, 0, 0))
 
 
 def test_other_memory_formats_give_the_same():
@@ -139,6 +183,7 @@ def test_the_host_never_waits_for_the_device():
         moved = crop_flip(images.to("cuda"), draws.to("cuda"), 4)
         out = Normalise((0.5,) * 3, (0.2,) * 3, "cuda")(moved)
         assert out.device.type == "cuda" and out.dtype == torch.float32
+        assert warp(images.to("cuda"), torch.zeros(8, 4).to("cuda")).device.type == "cuda"
         with pytest.raises(DataDependentOutputException):
             draws[0, 0].item()
 

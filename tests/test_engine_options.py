@@ -55,6 +55,7 @@ def plain(tmp_path_factory, images):
         ("train.precision='bf16'",),
         ("train.label_smoothing=0.2",),
         ("data.augment='crop-flip'", "penalty.strength=0.2"),
+        ("data.augment='warp'", "penalty.strength=0.2"),
         ("gates.kind='hard-concrete'", "penalty.kind='l0'", "penalty.strength=0.01", "penalty.proximal=false"),
         ("gates.skip=['conv*']", "shrink.when='during'", "shrink.every=1", "shrink.layout='scatter'"),
         ("shrink.constants='fold'", "shrink.round_to=4", "penalty.strength=0.9"),

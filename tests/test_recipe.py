@@ -212,6 +212,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["optimizer.nesterov=true", "optimizer.kind=adamw"], ["optimizer.nesterov", "optimizer.kind"]),
         (["data.augment=imagenet"], ["data.augment", "data.source"]),
         (["data.augment=crop-flip", "data.source=folder"], ["data.augment", "data.source"]),
+        (["data.augment=warp", "data.source=folder"], ["data.augment", "data.source"]),
         (["data.size=64"], ["data.size", "data.source"]),
     ],
 )

@@ -204,7 +204,7 @@ def _settings(tables: Mapping[str, Mapping[str, Any]]) -> str:
     words += ["after the norm"] if gates["kind"] == "exponential" and gates["placement"] == "after-norm" else []
     words += ["proximal"] if penalty["proximal"] else []
     words += ["relative"] if penalty.get("relative") else []
-    words += ["images shifted"] if tables["data"]["augment"] == "shift" else []
+    words += {"shift": ["images shifted"], "warp": ["images warped"]}.get(tables["data"]["augment"], [])
     words += [f"smoothing {tables['train']['label_smoothing']:g}"] if tables["train"]["label_smoothing"] else []
     words += [f"{tables['finish']['finetune_epochs']} fine-tuned"] if tables["finish"]["finetune_epochs"] else []
     return ", ".join(words)

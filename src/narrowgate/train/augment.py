@@ -1,12 +1,14 @@
-"""Random crop and flip, and normalisation, as tensor operations that a CUDA graph can hold."""
+"""Random crops, flips and warps, and normalisation, as tensor operations that a CUDA graph can hold."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def seeded(name: str, *numbers: int) -> torch.Generator:
@@ -50,8 +52,36 @@ def crop_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
     return moved * inside.unsqueeze(1)
 
 
+def draw_warps(count: int, seed: int, epoch: int) -> Tensor:
+    """Each image's (dy, dx, angle, size) in one epoch, as float32 [count, 4]: up to 2 pixels, 10 degrees, a tenth."""
+    most = torch.tensor([2.0, 2.0, math.radians(10), 0.1])
+    draws = (2 * torch.rand(count, 4, generator=seeded("narrowgate warp", seed, epoch)) - 1) * most
+    draws[:, 3] += 1
+    return draws
+
+
+def warp(images: Tensor, draws: Tensor) -> Tensor:
+    """Images [B, C, H, W] turned and resized about their middle, then moved, as drawn; float32, 0 from outside."""
+    if images.dim() != 4 or draws.shape != (len(images), 4):
+        raise ValueError(
+            f"warp takes images [B, C, H, W] and draws [B, 4], got {list(images.shape)} and {list(draws.shape)}"
+        )
+    height, width = images.shape[2:]
+    dy, dx, angle, size = draws.unbind(1)
+    # For each pixel the place it comes from, in a picture that reaches from -1 to 1 in either direction.
+    cosine, sine = torch.cos(angle) / size, torch.sin(angle) / size
+    across, down = -2 * dx / width, -2 * dy / height
+    rows = [
+        [cosine, sine * height / width, cosine * across + sine * height / width * down],
+        [-sine * width / height, cosine, cosine * down - sine * width / height * across],
+    ]
+    theta = torch.stack([torch.stack(row, 1) for row in rows], 1)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images.float(), grid, align_corners=False)
+
+
 class Normalise:
-    """uint8 images [B, C, H, W] to float32, ``(x / 255 - mean) / std`` by channel, on one device."""
+    """Images [B, C, H, W] of 0 to 255 to float32, ``(x / 255 - mean) / std`` by channel, on one device."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device | str = "cpu") -> None:
         if len(mean) != len(std) or not all(value > 0 for value in std):

@@ -71,7 +71,7 @@ def load_data(part: DataPart, path: str | None = None, download: bool = False, s
         hold_out = _holding_out(part.validation, seed) if part.validation else None
         return load_folder(place, part.augment, part.size, part.workers, hold_out)
     if part.augment == "imagenet":
-        remedy = "for images in memory choose 'crop-flip', 'shift' or 'none'"
+        remedy = "for images in memory choose 'crop-flip', 'shift', 'warp' or 'none'"
         raise DataError(f"augment = 'imagenet' is for image folders; {remedy}")
     train, test, named = _read(source, place, download)
     classes = _check(source, train, test, named, str(place))

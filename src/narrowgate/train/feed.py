@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from narrowgate.train.augment import Normalise, crop_flip, draw, seeded
+from narrowgate.train.augment import Normalise, crop_flip, draw, draw_warps, seeded, warp
 from narrowgate.train.data import Data, DataError, FolderData, ImageSet
 
-_PADDING = {"crop-flip": 4, "shift": 2}  # digits fill less of their image, and none is its own mirror image
+# What is drawn for each image, and what is done with it. Digits fill less of their image, and few can be mirrored.
+_AUGMENT: dict[str, tuple[Callable[[int, int, int], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "crop-flip": (partial(draw, padding=4), partial(crop_flip, padding=4)),
+    "shift": (partial(draw, padding=2, flips=False), partial(crop_flip, padding=2)),
+    "warp": (draw_warps, warp),
+}
 _EVALUATION_BATCH = 500
 
 
@@ -29,7 +35,7 @@ class Place:
 
 
 class ArrayFeed:
-    """Training images as uint8 on the device; a batch is picked, moved, mirrored and normalised there.
+    """Training images as uint8 on the device; a batch is picked, augmented and normalised there.
 
     ``batch`` reads a counter on the device and nothing from the host, so that a captured CUDA graph gives the next
     batch at every replay. The last images of an epoch's order that don't fill a batch are left out.
@@ -41,25 +47,26 @@ class ArrayFeed:
         self._images = data.train.images.to(place.device)
         self._labels = data.train.labels.to(place.device)
         self._normalise = Normalise(data.mean, data.std, place.device)
-        self._padding, self._flips = _PADDING.get(augment), augment == "crop-flip"
+        self._augment = _AUGMENT.get(augment)
         self._order = torch.zeros(self.steps, batch, dtype=torch.long, device=place.device)
-        self._draws = torch.zeros(self.steps, batch, 3, dtype=torch.long, device=place.device)
+        like = torch.empty(0) if self._augment is None else self._augment[0](1, seed, 0)
+        self._draws = torch.zeros(self.steps, batch, like.shape[-1], dtype=like.dtype, device=place.device)
         self._step = torch.zeros(1, dtype=torch.long, device=place.device)
 
     def start(self, epoch: int) -> None:
         """Shuffle for an epoch; every process takes its part of each batch."""
         order = torch.randperm(self._count, generator=seeded("narrowgate order", self._seed, epoch))
         self._order.copy_(self._mine(order))
-        if self._padding is not None:
-            self._draws.copy_(self._mine(draw(self._count, self._seed, epoch, self._padding, self._flips)))
+        if self._augment is not None:
+            self._draws.copy_(self._mine(self._augment[0](self._count, self._seed, epoch)))
         self._step.zero_()
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """The next images, normalised, and their labels."""
         chosen = self._order.index_select(0, self._step)[0]
         images = self._images.index_select(0, chosen)
-        if self._padding is not None:
-            images = crop_flip(images, self._draws.index_select(0, self._step)[0], self._padding)
+        if self._augment is not None:
+            images = self._augment[1](images, self._draws.index_select(0, self._step)[0])
         labels = self._labels.index_select(0, chosen)
         self._step += 1
         return self._normalise(images).contiguous(memory_format=self._place.memory_format), labels

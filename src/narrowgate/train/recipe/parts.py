@@ -36,9 +36,9 @@ class DataPart(Part):
     augment: str = field(
         default="none",
         metadata=key(
-            Text(("none", "crop-flip", "shift", "imagenet")),
-            "training images: as they are; moved by up to 4 pixels and flipped; moved by up to 2 pixels (digits); or "
-            "resized crops and flips (for `folder`)",
+            Text(("none", "crop-flip", "shift", "warp", "imagenet")),
+            "training images: as they are; moved by up to 4 pixels and flipped; moved by up to 2 pixels (digits); "
+            "that, turned by up to 10 degrees and resized by up to a tenth; or resized crops and flips (for `folder`)",
         ),
     )
     validation: int = field(
