@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -69,6 +70,33 @@ def test_validation_images_are_evaluated_and_test_images_reported(tmp_path):
     result = train(LENET, tmp_path / "run", path, "data.validation=30", "train.epochs=4", "penalty.strength=0.0")
     assert rows(tmp_path / "run")[-1]["accuracy"] == result.validation_accuracy > 0.9
     assert result.accuracy < 0.1
+
+
+SHRINKING = (
+    *("optimizer.kind='sgd'", "optimizer.lr=0.05", "gates.lr_factor=1.0", "penalty.strength=1e-3"),
+    *("shrink.when='during'", "shrink.every=1", "shrink.share=0.0", "budget.target='flops: 22%'", "budget.arrive=0.5"),
+)
+
+
+def test_batches_grow_as_the_network_shrinks(tmp_path, images):
+    """As many times the batch as the full network has multiply-adds for, and the learning rate along with it."""
+    result = train(LENET, tmp_path / "free", images, *SHRINKING, "shrink.batch=70")  # the most is no multiple of 16
+    batches, batch = [], 16
+    for row, next_row in pairwise(rows(tmp_path / "free")):
+        times = min(70 // 16, result.multiply_adds_full // row["multiply_adds"])
+        assert (f"batches of {16 * times}" in row["event"]) == (16 * times != batch)
+        batch = 16 * times
+        assert next_row["lr"] == pytest.approx(0.05 * times)
+        batches.append(batch)
+    assert batches[0] == 16 and batches[-1] == 64
+    train(LENET, tmp_path / "few", images, *SHRINKING, "shrink.batch=31")
+    assert {row["lr"] for row in rows(tmp_path / "few")} == {0.05}
+
+
+def test_batches_grow_no_larger_than_the_data(tmp_path):
+    data = write_images(tmp_path / "28.npz", 28, train=40)
+    train(LENET, tmp_path / "run", data, *SHRINKING, "shrink.batch=1000")
+    assert max(row["lr"] for row in rows(tmp_path / "run")) == pytest.approx(0.1)  # 32 of the 40
 
 
 def test_shrinking_during_at_the_end_or_never_trains_the_same_network(tmp_path, images):

@@ -59,6 +59,20 @@ CASES = {
         ("budget.target='params: 60%'", "shrink.when='during'", "shrink.every=1", "shrink.share=0.0"),
     ),
     "shrinking": (LENET, ("shrink.when='during'", "shrink.every=1", "shrink.share=0.0", "penalty.strength=1.2")),
+    "shrinking, growing batches": (
+        LENET,
+        (
+            *SGD,
+            "budget.target='flops: 40%'",
+            "budget.arrive=0.5",
+            "penalty.strength=1e-3",
+            "shrink.when='during'",
+            "shrink.every=1",
+            "shrink.share=0.0",
+            "shrink.batch=32",
+            "finish.finetune_epochs=1",
+        ),
+    ),
     "shrinking, norms, dropout": (
         RESNET,
         (

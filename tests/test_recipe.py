@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_docs():
     assert dataclasses.astuple(recipe.optimizer) == ("sgd", 0.1, 0.9, False, 0.0)
     assert dataclasses.astuple(recipe.lr) == ("step", (), 0.1, 0.0)
     assert dataclasses.astuple(recipe.train) == (60, 128, "32", 0, 0.0, 1, "auto", False, False)
-    assert dataclasses.astuple(recipe.shrink) == ("end", 5, 0.05, "aligned", "exact", 1)
+    assert dataclasses.astuple(recipe.shrink) == ("end", 5, 0.05, "aligned", "exact", 1, 0)
     assert dataclasses.astuple(recipe.finish) == (None, 0.0, False, 0, 0.001)
     assert (recipe.gates.inputs, recipe.gates.groups, recipe.gates.rescale) == ((), ("channels",), 1.0)
     assert (recipe.penalty.weights, recipe.penalty.factors, recipe.penalty.accelerated) == ("equal", {}, False)
@@ -214,6 +214,9 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["data.augment=crop-flip", "data.source=folder"], ["data.augment", "data.source"]),
         (["data.augment=warp", "data.source=folder"], ["data.augment", "data.source"]),
         (["data.size=64"], ["data.size", "data.source"]),
+        (["shrink.batch=512", "shrink.when=end"], ["shrink.batch", "shrink.when"]),
+        (["shrink.batch=8", "shrink.when=during", "train.batch=16"], ["shrink.batch", "train.batch"]),
+        (["shrink.batch=512", "shrink.when=during", "optimizer.kind=adamw"], ["shrink.batch", "optimizer.kind"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(overrides, keys):
@@ -338,6 +341,7 @@ OTHER_VALUES = {
     "shrink.when": "off",
     "shrink.layout": "scatter",
     "shrink.constants": "drop",
+    "shrink.batch": "512",
     "budget.target": "params: 30%",
 }
 TOGETHER = {
@@ -346,6 +350,7 @@ TOGETHER = {
     "gates.rescale": ["gates.kind=linear"],
     "penalty.p": ["penalty.kind=bounded-lp", "penalty.p=0.25"],
     "penalty.accelerated": ["gates.kind=scaling", "penalty.proximal=true"],
+    "shrink.batch": ["shrink.when=during"],
 }
 
 

@@ -123,6 +123,7 @@ def _finish(training: Training, folder: Path) -> Result:
 def _fine_tune(training: Training, small: nn.Module) -> None:
     """Train the small network on, at one low learning rate and without a penalty."""
     recipe = training.recipe
+    training.set_batch(recipe.train.batch)
     parts = Parts(small.train(), None, None, make_optimizer(recipe, small, None, training.place.device))
     loop = training.loop_for(parts)
     for i in range(recipe.finish.finetune_epochs):

@@ -85,12 +85,12 @@ def make_optimizer(
     return torch.optim.SGD(groups, lr=rate, momentum=part.momentum, nesterov=part.nesterov, fused=True)
 
 
-def make_feed(recipe: Recipe, data: Data | FolderData, place: Place) -> ArrayFeed | FolderFeed:
+def make_feed(recipe: Recipe, data: Data | FolderData, place: Place, batch: int) -> ArrayFeed | FolderFeed:
     """Where training batches come from."""
-    part = recipe.train
+    seed = recipe.train.seed
     if isinstance(data, FolderData):
-        return FolderFeed(data, part.batch, part.seed, place)
-    return ArrayFeed(data, part.batch, recipe.data.augment, part.seed, place)
+        return FolderFeed(data, batch, seed, place)
+    return ArrayFeed(data, batch, recipe.data.augment, seed, place)
 
 
 def make_shrinker(recipe: Recipe, parts: Parts, example: Tensor) -> Shrinker | None:

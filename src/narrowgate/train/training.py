@@ -66,7 +66,8 @@ class Training:
         self.full = self.left = self._full_size()
         self.shrinker = make_shrinker(recipe, self.parts, self.example)
         self.budget = make_budget(recipe, self.parts, self.example)
-        self.feed = make_feed(recipe, data, place)
+        self.batch = recipe.train.batch
+        self.feed = make_feed(recipe, data, place, self.batch)
         self.teacher = load_teacher(recipe.teacher, data.classes, data.image_shape, place.device)
         self.epoch, self.seconds, self.best = 0, 0.0, -1.0
         self._loop: Loop | None = None
@@ -86,6 +87,7 @@ class Training:
         started = time.perf_counter()
         loss, accuracy = self._train()
         trained = time.perf_counter() - started
+        lr, images = self._lr_at(self.epoch), self.feed.steps * self.batch * self.place.world
         sound = math.isfinite(loss)  # if it is not, this ends below, where the trouble is named
         event = self._after_epoch() if sound else ""
         held_out = self._held_out_accuracy() if sound else None
@@ -96,7 +98,7 @@ class Training:
         row = EpochRow(
             epoch=self.epoch,
             epochs=recipe.train.epochs,
-            lr=recipe.lr_at(self.epoch - 1),
+            lr=lr,
             strength=0.0 if penalty is None else penalty.strength,
             sigma=1.0 if penalty is None else penalty.sigma,
             train_loss=loss,
@@ -106,7 +108,7 @@ class Training:
             parameters=self.left.parameters,
             multiply_adds=self.left.multiply_adds,
             seconds=seconds,
-            images_per_second=self.feed.steps * recipe.train.batch * self.place.world / trained,
+            images_per_second=images / trained,
             event=event,
         )
         self._tell(row)
@@ -126,7 +128,7 @@ class Training:
         if self._loop is None:
             self._loop = self.loop_for(self.parts)
         try:
-            loss, accuracy = self.run_epoch(self._loop, self.epoch, self.recipe.lr_at)
+            loss, accuracy = self.run_epoch(self._loop, self.epoch, self._lr_at)
             # The last step may have broken the weights: no checkpoint is to hold them.
             sums = torch.stack([p.detach().float().sum() for p in self.parts.model.parameters()])
             return loss if bool(sums.isfinite().all()) else math.nan, accuracy
@@ -140,6 +142,26 @@ class Training:
                 ) from error
             raise
 
+    def _lr_at(self, progress: float) -> float:
+        """Larger batches take fewer and longer steps, so that an epoch goes as far as before."""
+        return self.recipe.lr_at(progress) * self.batch / self.recipe.train.batch
+
+    def fit_batch(self) -> None:
+        """Take larger batches where a cut has made room for them; on resuming, those of the run before."""
+        base, most = self.recipe.train.batch, self.recipe.shrink.batch
+        if most <= base:
+            return
+        left = Size.of(self.parts.model, self.example).multiply_adds
+        images = self.data.train_size if isinstance(self.data, FolderData) else len(self.data.train)
+        times = min(self.full.multiply_adds // max(1, left), most // base, images // (base * self.place.world))
+        self.set_batch(base * max(1, times))
+
+    def set_batch(self, batch: int) -> None:
+        """Train with batches of another size from the next epoch on."""
+        if batch != self.batch:
+            self.batch, self._loop = batch, None
+            self.feed = make_feed(self.recipe, self.data, self.place, batch)
+
     def seed_noise(self, epoch: int) -> None:
         """Random numbers of an epoch (dropout, stochastic gates) belong to it alone, so that a resumed run has them."""
         torch.manual_seed(_seed("noise", self.recipe.train.seed, epoch, self.place.rank))
@@ -150,7 +172,7 @@ class Training:
         loss, hits = loop.step.take_sums()
         sums = self.team.all_sum(torch.stack([loss.double(), hits.double()]))
         steps = self.feed.steps * self.place.world
-        return float(sums[0]) / steps, float(sums[1]) / (steps * self.recipe.train.batch)
+        return float(sums[0]) / steps, float(sums[1]) / (steps * self.batch)
 
     def loop_for(self, parts: Parts) -> Loop:
         """What runs epochs of these parts: replays of a CUDA graph where that can be, steps on the host elsewhere."""
@@ -229,6 +251,9 @@ class Training:
             self.team.check_same(self.shrinker.digest(), "removed other channels")
             self.left = Size.of(self.parts.model, self.example)
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
+            before = self.batch
+            self.fit_batch()
+            event += f", batches of {self.batch}" if self.batch != before else ""
         # What goes at the end only: everything, or what takes index operations.
         more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"
         if more_at_the_end and (shrunk is not None or self._is_time_to_look()):

@@ -11,6 +11,7 @@ from narrowgate.train.recipe.parts import (
     FinishPart,
     LrPart,
     OptimizerPart,
+    ShrinkPart,
     TrainPart,
 )
 from narrowgate.train.recipe.values import Scheduled
@@ -122,6 +123,22 @@ def check_finish(finish: FinishPart, gates: GatesPart) -> None:
     for name in ("threshold", "close"):
         if gates.kind == "none" and getattr(finish, name):
             raise refuse("there are no gates to close; leave it out", (finish, name), (gates, "kind"))
+
+
+def check_shrink(shrink: ShrinkPart, optimizer: OptimizerPart, train: TrainPart) -> None:
+    """Batches grow with a network that shrinks, under sgd, whose learning rate can grow along."""
+    if not shrink.batch:
+        return
+    if shrink.when != "during":
+        raise refuse("batches grow while the network shrinks; leave it at 0", (shrink, "batch"), (shrink, "when"))
+    if shrink.batch < train.batch:
+        raise refuse("is the largest batch, so at least train.batch; 0 is off", (shrink, "batch"), (train, "batch"))
+    if optimizer.kind != "sgd":
+        raise refuse(
+            'the learning rate grows with the batch, which fits "sgd" alone; leave it at 0',
+            (shrink, "batch"),
+            (optimizer, "kind"),
+        )
 
 
 def check_together(

@@ -150,6 +150,14 @@ class ShrinkPart(Part):
         metadata=key(Text(("exact", "fold", "drop")), "what becomes of dead channels that are constants other than 0"),
     )
     round_to: int = field(default=1, metadata=key(Number(1, whole=True), "keep widths at multiples of this"))
+    batch: int = field(
+        default=0,
+        metadata=key(
+            Number(0, whole=True),
+            "for `during`: after a cut, take as many `train.batch` a step as the full network had multiply-adds for, "
+            "up to this; 0: batches stay as they are",
+        ),
+    )
 
 
 @dataclass(frozen=True)

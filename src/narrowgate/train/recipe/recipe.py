@@ -11,7 +11,7 @@ from pathlib import Path
 
 from narrowgate.rivals.methods import with_method
 from narrowgate.schedules import Schedule, as_schedule
-from narrowgate.train.recipe.checks import check_finish, check_together
+from narrowgate.train.recipe.checks import check_finish, check_shrink, check_together
 from narrowgate.train.recipe.gating import GatesPart, MethodPart, PenaltyPart
 from narrowgate.train.recipe.method_checks import check_method, check_rivals
 from narrowgate.train.recipe.part import Part, RecipeError, shown
@@ -57,6 +57,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_together(self.data, self.gates, self.penalty, self.optimizer, self.lr, self.train, self.budget)
         check_finish(self.finish, self.gates)
+        check_shrink(self.shrink, self.optimizer, self.train)
         check_method(self.method, self.parts(), self.tables())
         check_rivals(self.gates, self.penalty, self.optimizer, self.budget, self.shrink)
 
