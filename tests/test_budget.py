@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import narrowgate as ng
 from narrowgate import models
+from narrowgate.rivals.filters import filters_of
 from narrowgate.train.budget import Budget
 from narrowgate.train.ranking import nearest
 from narrowgate.train.shrink import Shrinker
@@ -400,6 +401,17 @@ def test_the_search_finds_what_trying_all_finds(most):
             found = nearest(lambda n: tried.append(n) or values[n], target, {0: 1.0}, most, 0.0)  # noqa: B023
             assert abs(values[found] - target) == min(abs(value - target) for value in values)
             assert len(tried) == len(set(tried)) <= 2 + 2 * math.ceil(math.log2(most + 1))
+
+
+def test_the_search_ends_where_even_the_open_network_is_too_small():
+    """More than may close are closed already: the nearest is all open."""
+    assert nearest(lambda count: 0.4, 0.5, {20: 0.3}, 18, 0.02) == 0
+
+
+def test_filters_have_no_budget():
+    model = Simple()
+    with pytest.raises(ValueError, match=r"filters have no budget.*close_smallest_"):
+        Budget("params: 30%", model, EXAMPLE, ng.Penalty(filters_of(model, 2), "l1", 0.1), 5)
 
 
 WRONG = ["30%", "params 30%", "params: 30", "size: 30%", "flops: 0%", "flops: 100%", "", "params: 3.0.1%", None]

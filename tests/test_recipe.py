@@ -201,6 +201,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["gates.kind=none", "penalty.strength=1e-4"], ["penalty.strength", "gates.kind"]),
         (["gates.kind=none", "budget.target=params: 30%"], ["budget.target", "gates.kind"]),
         (["gates.kind=none", "finish.close=0.5"], ["finish.close", "gates.kind"]),
+        (["budget.target=params: 30%", "finish.close=0.5"], ["finish.close", "budget.target"]),
         (["gates.kind=none", "finish.threshold=0.1"], ["finish.threshold", "gates.kind"]),
         (["budget.target=flops: 50%", "penalty.strength={ schedule = 'constant', value = 1 }"], ["penalty.strength"]),
         (["lr.drops=[45, 30]"], ["lr.drops"]),

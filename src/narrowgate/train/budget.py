@@ -15,6 +15,7 @@ from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
 from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
+from narrowgate.rivals.filters import Filters
 from narrowgate.train.ranking import Ranking
 from narrowgate.train.shrink import WRAPPERS, random_numbers_kept
 from narrowgate.train.size import SPARED, Size
@@ -35,6 +36,11 @@ def _check_gates(model: nn.Module, penalty: Penalty) -> None:
     if isinstance(model, WRAPPERS):
         raise TypeError(f"Budget needs the model inside {type(model).__name__}: pass model.module")
     _check_whole(penalty)
+    if isinstance(penalty.gates, Filters):
+        raise ValueError(
+            "filters have no budget, which steers a penalty on gates: close a share of them with close_smallest_, or "
+            "use attach_gates_"
+        )
     held = {id(parameter) for parameter in model.parameters()}
     if foreign := [name for name in penalty.gates if id(penalty.gates[name].g) not in held]:
         raise ValueError(

@@ -119,9 +119,12 @@ def nearest(left: Callable[[int], float], target: float, known: dict[int, float]
     turn = 0
     while True:
         best = min(known, key=lambda count: abs(known[count] - target))
-        low = max((count for count, value in known.items() if value > target), default=most)
+        larger = [count for count, value in known.items() if value > target]
+        if not larger or abs(known[best] - target) <= tolerance:
+            return best
+        low = max(larger)
         high = min((count for count, value in known.items() if value <= target and count > low), default=most + 1)
-        if abs(known[best] - target) <= tolerance or high - low <= 1:
+        if high - low <= 1:
             return best
         above, below, goal = (math.sqrt(value) for value in (known[low], known.get(high, 0.0), target))
         line = low + round((high - low) * (above - goal) / (above - below))

@@ -118,8 +118,10 @@ def check_rate(optimizer: OptimizerPart, lr: LrPart, train: TrainPart) -> None:
         raise refuse("the warm-up must end before the run does", (lr, "warmup"), (train, "epochs"))
 
 
-def check_finish(finish: FinishPart, gates: GatesPart) -> None:
-    """What closes gates at the end needs some."""
+def check_finish(finish: FinishPart, gates: GatesPart, budget: BudgetPart) -> None:
+    """What closes gates at the end needs some, and must not go below a budget."""
+    if finish.close and budget.target:
+        raise refuse("both say how much is left; leave one of them out", (finish, "close"), (budget, "target"))
     for name in ("threshold", "close"):
         if gates.kind == "none" and getattr(finish, name):
             raise refuse("there are no gates to close; leave it out", (finish, name), (gates, "kind"))
