@@ -329,6 +329,46 @@ def test_the_old_weight_norm():
     assert summarize(layer, torch.randn(1, 4)).multiply_adds == 12
 
 
+def test_what_computes_a_weight_and_what_packs_a_sequence_is_free():
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    assert summarize(layer, torch.randn(1, 4)).uncounted == ()
+    assert summarize(nn.DataParallel(nn.Linear(4, 3)), torch.randn(1, 4)).uncounted == ()
+
+    def packed(x, lengths):
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False).data
+
+    assert summarize(Function(packed), (torch.randn(2, 5, 4), torch.tensor([5, 3]))).uncounted == ()
+
+
+def test_one_sample_is_taken_of_tensors_in_dicts_and_tuples_too():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(5, 8)
+
+        def forward(self, x, more=None):
+            x, y = (x["x"], x["y"]) if more is None else (x, more[0])
+            return self.a(x) + self.b(y)
+
+    x, y = torch.randn(3, 4), torch.randn(3, 5)
+    for inputs in (({"x": x, "y": y},), (x, (y,)), {"x": x, "more": (y,)}):
+        found = summarize(Pair(), inputs)
+        assert (found.multiply_adds, found.inputs) == (8 * 4 + 8 * 5, "1 x 4; 1 x 5")
+
+
+def test_a_list_of_samples_is_run_as_it_is():
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 1)
+
+        def forward(self, images):
+            return [self.conv(image[None]) for image in images]
+
+    two = summarize(Detector(), ([torch.randn(3, 4, 4), torch.randn(3, 5, 5)],))
+    assert two.multiply_adds == 3 * 2 * (16 + 25) and two.inputs == "3 x 4 x 4; 3 x 5 x 5"
+
+
 def test_errors_say_what_to_do():
     with pytest.raises(TypeError, match=r"needs an nn\.Module"):
         summarize(torch.relu, torch.randn(1))

@@ -155,6 +155,14 @@ def test_without_onnx_nothing_is_written(tmp_path, monkeypatch):
     assert stopped.value.name in ("onnx", "onnxruntime", "onnxscript") and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_compiled_network_is_exported_as_the_one_inside(tmp_path, format):
+    skip_without(format)
+    model = Residual().train()
+    done = export(torch.compile(model, backend="eager"), EXAMPLE, tmp_path / "model", format=format)
+    assert done.bytes == (tmp_path / "model").stat().st_size and model.training
+
+
 def test_what_onnx_runtime_cannot_run_is_said_in_a_line(tmp_path):
     skip_without("onnx")
     with pytest.raises(ExportError, match=r"ONNX Runtime can't run the file: .*model\.float\(\)"):

@@ -190,3 +190,17 @@ def test_a_model_that_is_cast_to_half_keeps_its_gates_in_float32(dtype):
     ng.Penalty(gates, "l1", 1e-3).proximal_(0.1)
     assert (g < before).all()  # a step that half precision would round away
     assert model.double()[0].gate.g.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("kind", "init"), [("exponential", None), ("exponential", 0.7), ("hard-concrete", 2.0)])
+def test_gates_of_a_model_without_numbers_start_as_new_ones_when_it_gets_memory(kind, init):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2))
+    gates = ng.attach_gates_(model, kind, init=init)
+    for _ in range(3):  # memory that held other numbers
+        torch.full((300,), 5.0)
+    model.half().to_empty(device="cpu")
+    assert (gates["0"].g == (1.0 if init is None else init)).all() and gates["0"].g.dtype == torch.float32
+    with torch.no_grad():
+        gates["0"].g.fill_(0.25)
+    assert (model.float()[0].gate.g == 0.25).all()

@@ -237,6 +237,8 @@ class TestListed:
             ({"a": [("0.weight", 1, [])]}, ValueError, "group 'a' is empty"),
             ({"a": None}, TypeError, r"group 'a' is None; give a list of \(parameter name, axis, positions\)"),
             ({"a": [("0.weight", 1, [1.5])]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
+            ({"a": [("2.weight", 1, [True, False])]}, TypeError, "positions being whole numbers"),
+            ({"a": [("2.weight", 1, torch.tensor([False, True]))]}, TypeError, "positions being whole numbers"),
             ({"a": [(0, 1, [1])]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
             ({"a": [("0.weight", 0)]}, TypeError, r"a slice is \(parameter name, axis, positions\)"),
             ({"a": [("9.weight", 0, [0])]}, ValueError, "has no '9.weight'"),
@@ -333,3 +335,14 @@ class TestState:
         assert ng.plain_state_dict(model).keys() == plain.state_dict().keys()
         plain.load_state_dict(ng.plain_state_dict(model))
         assert_same(output(plain, x), output(model, x), rtol=1e-12, atol=1e-12)
+
+
+def test_groups_on_a_model_without_numbers_start_as_new_ones_when_it_gets_memory():
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=3)
+    gates = ng.attach_gates_(model, groups=("heads", "blocks"))
+    model.to_empty(device="cpu")
+    model.load_state_dict({key: torch.zeros_like(t) for key, t in model.state_dict().items() if "gate" not in key})
+    assert all((g == 1).all() for g in gates.parameters())
+    assert model.blocks[0].attn.proj.gate_in.g.tolist() == [i // 8 for i in range(24)]
+    assert set(model.blocks[1].mlp.fc2.gate.g.tolist()) == {3}

@@ -324,6 +324,23 @@ def test_the_table_says_it_all():
     assert {"512", "1000.0", "faster", "slower", "110%"} <= set(text.split())
 
 
+def test_onnx_runtime_takes_whole_numbers_and_is_told_apart_by_the_weights():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words, model = torch.randint(9, (2, 5)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    how = {"devices": ("cpu",), "modes": ("onnx",), "batches": (1,), "rounds": 2}
+    found = latency(model, model, words, **how)
+    assert [timing.mode for timing in found.timings] == ["onnx"] and not found.missing
+    found = latency(model, model, words, precision="bf16", **how)
+    assert not found.timings and "in float32 only" in found.missing[0].why
+
+
+def test_zeroing_takes_output_channels_of_grouped_transposed_convolutions():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 12, 3, groups=2), nn.Conv2d(12, 2, 1)).eval()
+    zero_channels_(model, 0.5)
+    assert (model[1](torch.randn(1, 8, 4, 4)) == 0).all((0, 2, 3)).tolist() == [False, True] * 6
+
+
 def test_zeroing_takes_the_same_channels_everywhere_and_spares_the_last_layer():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.ConvTranspose2d(8, 6, 3), nn.Conv2d(6, 2, 1)

@@ -112,6 +112,14 @@ def test_settings_that_do_not_fit_are_refused(method, settings, words):
     assert all(word in str(caught.value) for word in ("mine.toml", *words))
 
 
+def test_a_budget_leaves_the_share_to_close_out():
+    text = (RECIPES / "digits-small.toml").read_text()
+    with_budget = Recipe.from_toml(text + '[budget]\ntarget = "params: 40%"\n', ["method.name=slimming"])
+    assert with_budget.budget.target == "params: 40%" and with_budget.finish.close == 0
+    assert Recipe.from_toml(text, ["method.name=slimming"]).finish.close == 0.5
+    assert Recipe.from_toml(with_budget.to_toml()) == with_budget
+
+
 def test_scaling_factors_without_their_steps_are_refused():
     with pytest.raises(RecipeError, match="must not go below 0, which only"):
         Recipe.from_toml(text_of("magnitude"), ["method.name=as-written", "gates.kind=scaling", "penalty.strength=0.1"])

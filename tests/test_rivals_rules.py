@@ -2,17 +2,21 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 from helpers import assert_same
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import narrowgate as ng
 from narrowgate.models import LeNet5, PreActResNet
+from narrowgate.rivals.apg import ApgSgd
 from narrowgate.rivals.filters import filters_of
 from narrowgate.rivals.methods import METHODS
+from narrowgate.rivals.scaling import use_scaling_gates_
 from narrowgate.rivals.wiring import memory_weights, rescale_, wires_of
 from narrowgate.train.gating import attach, weights_of
 from narrowgate.train.ranking import close_smallest_
@@ -313,6 +317,49 @@ def test_a_filter_at_zero_stays_there_and_overlapping_groups_take_no_proximal_st
         filters_of(model, 3)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_filters_of_a_transposed_convolution_run_group_by_group(groups):
+    torch.manual_seed(0)
+    up = nn.ConvTranspose2d(4, 6, 2, groups=groups)
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), up, nn.Conv2d(6, 3, 1)).double().eval()
+    x = torch.randn(3, 1, 5, 5, dtype=torch.float64)
+    filters = filters_of(model, 2)
+    per_group = up.weight.view(groups, 4 // groups, 6 // groups, 2, 2)
+    assert_same(filters["1"].g, per_group.square().sum((1, 3, 4)).sqrt().flatten(), **CLOSE)
+    ng.Penalty(filters, "l1", 0.1).proximal_(0.5)
+    gone = torch.tensor([True, False, False, True, False, False])
+    filters["1"].close_(gone)
+    assert_same((up(torch.randn(1, 4, 5, 5, dtype=torch.float64)) == 0).all((0, 2, 3)), gone)
+    small = ng.compact(model, ng.plan(model, x))
+    assert small[1].out_channels == {1: 4, 2: 6}[groups]  # one with groups is a wall to the remover
+    ng.verify(model, small, x)
+
+
+def test_filters_that_can_not_be_set_to_zero_are_named():
+    def net(groups=1):
+        return nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 4, 1, groups=groups), nn.Conv1d(4, 2, 1))
+
+    normed = net()
+    nn.utils.parametrizations.weight_norm(normed[1])
+    pruned = net()
+    prune.l1_unstructured(pruned[1], "weight", 0.5)
+    for model in (normed, pruned):
+        with pytest.raises(ValueError, match=r"the weight of layer '1' is computed.*leave the layer out with where="):
+            filters_of(model, 1)
+        assert list(filters_of(model, 1, lambda name, layer: name != "1")) == ["0"]
+    with pytest.raises(ValueError, match="layer '1' has groups=2: its columns serve several inputs"):
+        filters_of(net(2), 2, inputs=lambda name, layer: name == "1")
+
+
+def test_frozen_filters_take_no_proximal_step():
+    model = Small()
+    model.conv1.weight.requires_grad_(False)
+    before = copy.deepcopy(model)
+    ng.Penalty(filters_of(model, 2), "l1", 0.5).proximal_(0.1)
+    assert_same(model.conv1.weight, before.conv1.weight)
+    assert (model.conv2.weight.abs().sum((1, 2, 3)) < before.conv2.weight.abs().sum((1, 2, 3))).all()
+
+
 def test_magnitude_pruning_takes_the_smallest_filters_of_each_layer():
     model = Small()
     recipe = recipe_for("magnitude", "finish.close=0.5")
@@ -333,6 +380,32 @@ def test_magnitude_pruning_takes_the_smallest_filters_of_each_layer():
     small = ng.compact(model, plan)
     assert (small.conv1.out_channels, small.conv2.out_channels) == (2, 3)
     ng.verify(model, small, x)
+
+
+class Twice(nn.Module):
+    """A BatchNorm that is used twice, as in a head that several levels share."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn, self.conv2, self.fc = (
+            nn.Conv2d(1, 4, 1),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 4, 1),
+            nn.Conv2d(4, 2, 1),
+        )
+
+    def forward(self, x):
+        return self.fc(F.relu(self.bn(self.conv2(F.relu(self.bn(self.conv1(x)))))))
+
+
+def test_a_norm_that_is_used_twice_has_both_places_behind_it():
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    model(x)
+    before = model.eval()(x)
+    assert memory_weights(model, x) == {"bn": (16 / 4 + 8 / 4 + 2 * 16) / 16}
+    assert rescale_(model, x, 0.1) == ["bn"]
+    assert_same(model(x), before, rtol=1e-10, atol=1e-12)
 
 
 def test_weights_multiply_each_layers_share_of_a_penalty():
@@ -365,6 +438,49 @@ def test_scaling_factors_drop_channels_and_whole_blocks_exactly():
     small = ng.compact(model.eval(), ng.plan(model, x))
     assert small.stages[1][1].conv1.out_channels == 1 and small.stages[0][0].conv1.out_channels == 11
     ng.verify(model, small, x)
+
+
+def apg_of(model, gates):
+    factors = {id(g) for g in gates.parameters()}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
+    groups = [{"params": others}, {"params": gates.parameters()}]
+    return ApgSgd(groups, ng.Penalty(gates, "l1", 0.5), lr=0.1, momentum=0.9)
+
+
+def step_(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 72, dtype=torch.float64).view(2, 1, 6, 6)).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_copy_of_a_model_and_its_accelerated_steps_goes_the_same_way():
+    model = Small()
+    ng.attach_gates_(model)
+    optimizer = apg_of(model, use_scaling_gates_(model))
+    step_(model, optimizer)
+    for twin, its_optimizer in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        before = twin.conv1.gate.g.detach().clone()
+        step_(twin, its_optimizer)
+        assert not torch.equal(twin.conv1.gate.g, before) and torch.equal(model.conv1.gate.g, before)
+
+
+def test_frozen_scaling_factors_take_no_accelerated_step():
+    model = Small()
+    ng.attach_gates_(model)
+    gates = use_scaling_gates_(model)
+    gates["conv1"].g.requires_grad_(False)
+    optimizer = apg_of(model, gates)
+    for _ in range(3):
+        step_(model, optimizer)
+    assert (gates["conv1"].g == 1).all() and (gates["conv2"].g < 1).all()
+
+
+def test_scaling_factors_do_not_stand_for_linear_gates():
+    model = Small()
+    ng.attach_gates_(model, "linear")
+    with pytest.raises(ValueError, match=r"the gates on bn1, bn2 are BatchNorm's own scales.*kind='exponential'"):
+        use_scaling_gates_(model)
+    assert ng.gates_of(model).kind == "linear"
 
 
 def test_every_method_has_a_paper_and_keys_that_recipes_have():

@@ -182,6 +182,15 @@ def random_numbers(team):
     return {"kept": kept, "closed": gates.closed_fraction()}
 
 
+def from_meta(team):
+    """Gates put on a model without numbers: memory comes after fully_shard, numbers from an ordinary checkpoint."""
+    with torch.device("meta"):
+        model, gates, _ = start("residual")
+    team.shard()(model)
+    model.to_empty(device="cpu")
+    return {"values": gates.values()}
+
+
 def refusals(team):
     """What is refused leaves the model as it was: sharded, and fit to train on."""
     found = {}
@@ -192,6 +201,10 @@ def refusals(team):
     shard(model)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     attempt(found, "plan alone", lambda: ng.plan(model, batches[0]))
+    attempt(found, "merge alone", lambda: ng.merge_gates_(model))
+    attempt(found, "checkpoint alone", lambda: ng.plain_state_dict(model))
+    attempt(found, "count alone", lambda: ng.summarize(model, batches[0]))
+    attempt(found, "save alone", lambda: ng.save(model, None, "nowhere"))
     penalty = penalty_for(gates, "loss")
     attempt(found, "budget alone", lambda: ng.Budget("params: 50%", model, batches[0], penalty, 4))
     with ng.gathered(model, optimizer, shard=shard):
@@ -224,6 +237,7 @@ OTHERS = (
     with_a_shrinker,
     left_whole,
     random_numbers,
+    from_meta,
     refusals,
 )
 
@@ -329,10 +343,17 @@ def test_planning_draws_no_random_numbers(found):
     assert first["kept"] and first == second and first["closed"] > 0
 
 
+def test_gates_start_as_new_ones_when_a_sharded_model_gets_its_memory(found):
+    for values in found("from_meta"):
+        assert_same(values["values"]["groups"], exponential_gate(torch.ones(3, dtype=torch.float64)))
+
+
 def test_what_is_refused(found):
     first, second = found("refusals")
     assert "call fully_shard on it first" in first["not sharded"]
     assert "TraceError" in first["plan alone"] and "inside `with ng.gathered(model):`" in first["plan alone"]
+    for what in ("merge", "checkpoint", "count", "save"):
+        assert re.search("'blocks.0.up.weight' is sharded.*inside `with ng.gathered", first[f"{what} alone"])
     assert "inside `with ng.gathered(model, optimizer, shard=...):`" in first["budget alone"]
     assert first["budget alone"] == first["budget's step alone"]
     assert "make the optimizer after fully_shard" in first["stale optimizer"]

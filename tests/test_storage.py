@@ -357,7 +357,14 @@ def test_builders_of_the_wrong_kind(tmp_path):
         with torch.device("meta"):
             return ResNet()
 
+    def lazy():
+        model = ResNet()
+        model.added = nn.LazyLinear(3)
+        return model
+
     for builder, message in (
+        (lazy, "builder.. left 'added.weight' without a shape; run the model once"),
+        (lambda: torch.compile(ResNet(), backend="eager"), "torch.compile wraps; compile what ng.load returns"),
         (ResNet(), "must be a function"),
         ("ResNet", "must be a function"),
         (lambda: None, "returned a NoneType"),

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.batched import forget_prepared_gates_, prepare_gates_together_
 from narrowgate.direct import forget_reader_, gate_for_reader_
+from narrowgate.dtensors import check_whole
 from narrowgate.gated import has_gate
 from narrowgate.gates import ExponentialGate, Gate, GroupGate, HardConcreteGate, LinearGate
 from narrowgate.gateset import Gates, gates_of
@@ -134,6 +135,7 @@ def _put_(layer: nn.Module, key: str, gate: Gate, keep_function: bool) -> None:
 
 def merge_gates_(model: nn.Module) -> nn.Module:
     """Multiply every gate into its layer's weights and make all layers ordinary again, in place."""
+    check_whole(model)
     gated = {name: module for name, module in model.named_modules() if has_gate(module)}
     if stuck := [name for name, module in gated.items() if not can_merge(module)]:
         raise ValueError(
@@ -153,6 +155,7 @@ def merge_gates_(model: nn.Module) -> nn.Module:
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A gated model's weights with the gates multiplied in, under the keys of the ordinary model."""
+    check_whole(model)
     return merge_gates_(copy.deepcopy(model)).state_dict()
 
 

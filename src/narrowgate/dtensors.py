@@ -73,6 +73,15 @@ def is_gathered(module: nn.Module, tensor: Tensor) -> bool:
     return "_is_fsdp_managed_module" in module.__dict__ and not is_sharded(tensor)
 
 
+def check_whole(model: nn.Module, error: type[Exception] = ValueError) -> None:
+    """Raise if a model is sharded, for what needs the whole of it."""
+    if found := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
+        raise error(
+            f"{found[0]!r} is sharded by fully_shard: each process has a part of it. Call this inside `with "
+            "ng.gathered(model):`"
+        )
+
+
 def _sharded_axis(placements: Sequence[Any]) -> int:
     """The axis of the mesh over which a vector is sharded."""
     from torch.distributed.tensor import Shard

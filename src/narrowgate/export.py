@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from narrowgate.flow.trace import in_mode
 from narrowgate.flow.verify import Verification, VerificationError, verify
+from narrowgate.weights import uncompiled
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
@@ -54,6 +55,7 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
         raise ExportError(
             f"{target} is a folder; give the name of a file, such as {target / 'model'}{SUFFIXES[format]}"
         )
+    model = uncompiled(model)
     write, open_ = (write_onnx, _open_onnx) if format == "onnx" else (write_torch, _open_torch)
     inputs = _at_least_two(example)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +109,7 @@ def _need_onnx() -> None:
 
 
 def _program(model: nn.Module, example: Tensor) -> Any:
+    model = uncompiled(model)
     with in_mode(model, False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

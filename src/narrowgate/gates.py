@@ -64,6 +64,8 @@ class Gate(nn.Module):
 
     kind: str = ""
     g: Tensor
+    init: float = 1.0
+    """What each number starts at."""
     names: tuple[str, ...] = ()
     """What each number is called, where it is a group's and not a channel's."""
 
@@ -87,15 +89,27 @@ class Gate(nn.Module):
         """How many groups this gate serves."""
         return self.g.numel()
 
+    @property
+    def learns(self) -> bool:
+        """Whether training moves it; not where its parameter is frozen."""
+        return self.g.requires_grad
+
     def extra_repr(self) -> str:
         return f"{self.size}, kind={self.kind!r}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # model.half() and the like leave gates in float32: the steps that close them are too small for fewer digits.
+        # model.to_empty() makes memory without numbers, and an ordinary checkpoint has none for gates: they start anew.
         def apply(tensor: Tensor) -> Tensor:
-            return _in_enough_digits(fn(tensor), tensor)
+            new = _in_enough_digits(fn(tensor), tensor)
+            return self._started(new) if tensor.is_meta and not new.is_meta else new
 
         return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _started(self, empty: Tensor) -> Tensor:
+        """The numbers of a new gate, written into memory that has none."""
+        return empty.fill_(self.init)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # An ordinary checkpoint knows no gates: it loads, and the gates stay as they are.
@@ -110,7 +124,8 @@ class ExponentialGate(Gate):
 
     def __init__(self, size: int, init: float = 1.0, device: torch.device | None = None) -> None:
         super().__init__()
-        self.g = nn.Parameter(torch.full((size,), float(init), device=device))
+        self.init = float(init)
+        self.g = nn.Parameter(torch.full((size,), self.init, device=device))
 
     def value(self) -> Tensor:
         return exponential_gate(whole(self.g))
@@ -144,7 +159,8 @@ class HardConcreteGate(Gate):
             )
         self.temperature = temperature
         self.stretch = stretch
-        self.g = nn.Parameter(torch.full((size,), float(init), device=device))
+        self.init = float(init)
+        self.g = nn.Parameter(torch.full((size,), self.init, device=device))
 
     def value(self) -> Tensor:
         g = whole(self.g)
@@ -212,6 +228,7 @@ class GroupGate(Gate):
             self.shared = shared
         else:
             self.__dict__["shared"] = shared
+        self._numbers = tuple(numbers)
         self.register_buffer("g", torch.tensor(numbers, device=shared.g.device))
 
     @property
@@ -223,6 +240,10 @@ class GroupGate(Gate):
 
     def final_value(self) -> Tensor:
         return self._spread(self.shared.final_value())
+
+    def _started(self, empty: Tensor) -> Tensor:
+        # After a cut only a checkpoint of the cut model fits, and it has them.
+        return empty.copy_(torch.tensor(self._numbers)) if len(empty) == len(self._numbers) else empty
 
     def _spread(self, values: Tensor) -> Tensor:
         """A factor for each row or column: its group's, and 1 for one that is in no group (number -1)."""

@@ -45,11 +45,16 @@ def _slices(name: str, slices: object) -> list[Slice]:
 def _add(model: nn.Module, name: str, number: int, one: Slice, sides: Sides) -> None:
     try:
         parameter, axis, positions = one
+        positions = list(positions)
+        if any(_is_bool(position) for position in positions):
+            raise TypeError("a mask is no list of positions")
         positions = [index(position) for position in positions]
         if not isinstance(parameter, str):
             raise TypeError(f"{parameter!r} is not a parameter's name")
     except (TypeError, ValueError) as error:
-        raise TypeError(f"group {name!r} lists {one!r}; a slice is (parameter name, axis, positions)") from error
+        raise TypeError(
+            f"group {name!r} lists {one!r}; a slice is (parameter name, axis, positions), positions being whole numbers"
+        ) from error
     layer_name, _, key = parameter.rpartition(".")
     layer = _owner(model, name, parameter)
     side: Side = "bias" if key == "bias" else _side(name, layer, parameter, axis)
@@ -63,6 +68,10 @@ def _add(model: nn.Module, name: str, number: int, one: Slice, sides: Sides) -> 
         if position in taken:
             raise ValueError(f"group {name!r}: position {position} of {parameter!r}, axis {axis}, is listed twice")
         taken[position] = number
+
+
+def _is_bool(position: object) -> bool:
+    return isinstance(position, bool) or str(getattr(position, "dtype", "")).endswith("bool")
 
 
 def _owner(model: nn.Module, group: str, parameter: str) -> nn.Module:

@@ -120,8 +120,8 @@ class Penalty:
         """
         flat = self.gates.flat()
         shrunk = self.shrunk(flat, lr)
-        if not all(g.requires_grad for g in self.gates.parameters()):
-            learns = [torch.full((g.numel(),), g.requires_grad) for g in self.gates.parameters()]
+        if not all(gate.learns for gate in self.gates.modules()):
+            learns = [torch.full((gate.size,), gate.learns) for gate in self.gates.modules()]
             shrunk = torch.where(torch.cat(learns).to(flat.device), shrunk, flat)
         self.gates.assign_(shrunk)
 

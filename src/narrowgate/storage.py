@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowgate._version import __version__
 from narrowgate.atomic import replace_folder, surviving_folder
+from narrowgate.dtensors import check_whole
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.surgery import PlanError, compact
 from narrowgate.flow.ungated import FrozenGate
@@ -97,6 +99,7 @@ def check_target(target: Path) -> None:
 def _check_model(small: nn.Module, plan: Plan) -> None:
     if not isinstance(small, nn.Module):
         raise StorageError(f"can't save a {type(small).__name__}; pass the model that ng.compact returned")
+    check_whole(small, StorageError)
     if not isinstance(plan, Plan):
         raise StorageError(f"can't save without the plan, got a {type(plan).__name__}; pass what ng.plan returned")
     if uncompiled(small) is not small:
@@ -199,6 +202,10 @@ def build(builder: Callable[[], nn.Module], *, on_meta: bool = False) -> nn.Modu
     model = builder()
     if not isinstance(model, nn.Module):
         raise StorageError(f"builder() returned a {type(model).__name__}, not an nn.Module")
+    if uncompiled(model) is not model:
+        raise StorageError("builder() returned a model that torch.compile wraps; compile what ng.load returns instead")
+    if lazy := [name for name, tensor in tensors_of(model) if is_lazy(tensor)]:
+        raise StorageError(f"builder() left {lazy[0]!r} without a shape; run the model once on an example in there")
     if gates := [name for name, module in model.named_modules() if isinstance(module, Gate)]:
         raise StorageError(f"builder() returned a gated model ({gates[0]}); return it before ng.attach_gates_")
     meta = [] if on_meta else [name for name, tensor in tensors_of(model) if tensor.is_meta]

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from narrowgate.dtensors import check_whole
 from narrowgate.flow.trace import ExampleInputs, call_arguments
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
@@ -53,6 +54,7 @@ def summarize(model: nn.Module, example_inputs: ExampleInputs, *, batch_axis: in
         )
     model = uncompiled(model)
     _refuse_lazy(model)
+    check_whole(model)
     args, kwargs = call_arguments(example_inputs)
     if batch_axis is not None:
         args, kwargs = _first_sample(args, kwargs, batch_axis)
@@ -222,17 +224,26 @@ def _uncounted(records: _Records) -> tuple[Uncounted, ...]:
 
 
 def _first_sample(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with one sample left of each tensor that is as long as the first one along this axis."""
-    direct = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > axis]
-    if not direct:
+    """The arguments with one sample left of each tensor that is as long as the first one along this axis.
+
+    Tensors within a dict or tuple too; a list may be one of samples, as detectors take them, and stays as it is.
+    """
+
+    def is_list(tree: Any) -> bool:
+        return isinstance(tree, list)
+
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_list)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    if not found:
         return args, kwargs
-    batch = direct[0].shape[axis]
+    batch = found[0].shape[axis]
 
     def first(arg: Any) -> Any:
         fits = isinstance(arg, Tensor) and arg.dim() > axis and arg.shape[axis] == batch
         return arg.narrow(axis, 0, 1) if fits and batch else arg
 
-    return tuple(map(first, args)), {key: first(arg) for key, arg in kwargs.items()}
+    one: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(first, (args, kwargs), is_leaf=is_list)
+    return one
 
 
 def _tensors(tree: Any) -> list[Tensor]:

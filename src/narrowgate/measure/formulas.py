@@ -79,7 +79,7 @@ FORMULAS: dict[str, Formula] = {
 _FREE_BY_KIND = {
     "normalise": """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
         _batch_norm_no_update _batch_norm_with_update native_layer_norm native_group_norm _fused_rms_norm
-        linalg_vector_norm _softmax _log_softmax _safe_softmax logsumexp""",
+        _weight_norm_interface linalg_vector_norm _softmax _log_softmax _safe_softmax logsumexp""",
     "pool": """max_pool2d max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d fractional_max_pool2d
         avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d""",
     "resize": """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
@@ -93,7 +93,7 @@ _FREE_BY_KIND = {
         channel_shuffle im2col col2im constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d
         replication_pad1d replication_pad2d replication_pad3d clone copy _to_copy contiguous resize as_strided set
         lift lift_fresh _unsafe_view _reshape_alias unsafe_split unsafe_split_with_sizes split_with_sizes_copy
-        transpose t squeeze unsqueeze swapaxes detach""",
+        transpose t squeeze unsqueeze swapaxes detach _pack_padded_sequence""",
     "make": """empty empty_like empty_strided empty_permuted zeros zeros_like ones ones_like full full_like new_empty
         new_zeros new_ones new_full new_empty_strided arange linspace scalar_tensor eye rand randn randint randperm
         rand_like randn_like uniform normal fill zero""",
@@ -111,4 +111,4 @@ def op_name(op: OpOverload) -> str:
 def is_free(op: OpOverload) -> bool:
     """Whether an operation is known to hold no multiply-adds."""
     name = op_name(op)
-    return name in FREE or name.startswith("prim::") or torch.Tag.pointwise in op.tags or op.is_view
+    return name in FREE or name.startswith(("prim::", "profiler::")) or torch.Tag.pointwise in op.tags or op.is_view

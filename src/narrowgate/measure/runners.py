@@ -96,7 +96,7 @@ def _cuda_graph(model: nn.Module) -> Prepared:
 
 
 def _onnx_runtime(model: nn.Module, example: Tensor) -> Prepared:
-    if example.dtype != torch.float32:
+    if any(each.is_floating_point() and each.dtype != torch.float32 for each in (example, *model.parameters())):
         raise UnavailableError("ONNX Runtime is timed in float32 only: choose --precision 32")
     from narrowgate.export import ExportError, write_onnx
 

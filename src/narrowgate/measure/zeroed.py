@@ -27,7 +27,11 @@ def zero_channels_(model: nn.Module, share: float) -> None:
         assert isinstance(weight, Tensor)
         dead = _evenly(site.size, share).to(weight.device)
         weight.mul_((1 - share) ** -0.5)
-        weight.index_fill_(1 if isinstance(site.layer, _ConvTransposeNd) else 0, dead, 0.0)
+        if isinstance(site.layer, _ConvTransposeNd):  # (in, out / groups, ...), output channels group by group
+            width = weight.shape[1]
+            weight.view(site.layer.groups, -1, *weight.shape[1:])[dead // width, :, dead % width] = 0.0
+        else:
+            weight.index_fill_(0, dead, 0.0)
         if isinstance(bias, Tensor):
             bias.index_fill_(0, dead, 0.0)
 

@@ -59,6 +59,9 @@ class ApgSgd(torch.optim.SGD):
         self._move(factors, gradients)
         return None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_penalty": self._penalty}  # a copy or a pickle needs it too
+
     def _move(self, factors: list[Tensor], gradients: list[Tensor]) -> None:
         group = self.param_groups[-1]
         momenta = [self.state[g].setdefault("momentum_buffer", torch.zeros_like(g)) for g in factors]
@@ -66,5 +69,8 @@ class ApgSgd(torch.optim.SGD):
         x, v = self._penalty.gates.flat(), torch.cat(momenta)
         s = self._penalty.shrunk(x - lr * (torch.cat(gradients) + decay * x), lr)
         v = s - x + momentum * v
+        if not all(g.requires_grad for g in factors):  # frozen ones stay
+            moves = torch.cat([torch.full_like(g, g.requires_grad) for g in factors])
+            s, v = torch.where(moves > 0, s, x), v * moves
         self._penalty.gates.assign_((s + momentum * v).clamp(min=0))
         torch._foreach_copy_(momenta, list(torch.split(v, [g.numel() for g in factors])))

@@ -32,6 +32,8 @@ class FilterGate(Gate):
         transposed = bool(getattr(site.layer, "transposed", False))
         self._axis = int(transposed) if site.key == "gate" else int(not transposed)
         self._outputs = site.key == "gate"
+        # Of a transposed convolution, output channels run group by group: each group's inputs make their own.
+        self._groups = int(getattr(site.layer, "groups", 1)) if transposed and self._outputs else 1
 
     @property
     def weight(self) -> Tensor:
@@ -40,14 +42,18 @@ class FilterGate(Gate):
 
     @property
     def g(self) -> Tensor:  # type: ignore[override]
-        weight = self.weight
-        others = [axis for axis in range(weight.dim()) if axis != self._axis]
-        norms: Tensor = torch.linalg.vector_norm(weight, self._order, dim=others)
-        return norms
+        split = self._split(self.weight)
+        others = [axis for axis in range(split.dim()) if axis not in (0, self._axis + 1)]
+        norms: Tensor = torch.linalg.vector_norm(split, self._order, dim=others)
+        return norms.reshape(-1)
+
+    @property
+    def learns(self) -> bool:
+        return self.weight.requires_grad
 
     @property
     def size(self) -> int:
-        return self.weight.shape[self._axis]
+        return self._groups * self.weight.shape[self._axis]
 
     def value(self) -> Tensor:
         return self.g
@@ -55,8 +61,13 @@ class FilterGate(Gate):
     @torch.no_grad()
     def scale_(self, factor: Tensor) -> None:
         """Multiply each group's weights by its factor."""
-        weight = self.weight
-        weight.mul_(factor.to(weight).view([-1 if axis == self._axis else 1 for axis in range(weight.dim())]))
+        split = self._split(self.weight)
+        shape = [-1 if axis == self._axis + 1 else 1 for axis in range(split.dim())]
+        split.mul_(factor.to(split).view(self._groups, *shape[1:]))
+
+    def _split(self, weight: Tensor) -> Tensor:
+        """A weight with an axis of its groups before the others; a view."""
+        return weight.view(self._groups, -1, *weight.shape[1:])
 
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
@@ -119,8 +130,25 @@ def filters_of(model: nn.Module, order: int, where: Where | None = None, inputs:
         raise ValueError(f"{type(model).__name__} has no convolution or linear layer whose filters could be pruned")
     gates: dict[str, Gate] = {}
     for site, other in zip(sites, behind, strict=True):
-        if has_lazy_weights(site.layer):
-            raise ValueError(f"layer {site.name!r} has no weights yet; run the model once on an example before")
+        _check_fits(site)
         norm = other.layer if isinstance(other.layer, _BatchNorm) else None
         gates[site.label] = FilterGate(site, order, norm)
     return Filters(f"filter-l{order}", gates, skipped)
+
+
+def _check_fits(site: Site) -> None:
+    """Raise if a layer's filters or input columns can't be set to zero where they are."""
+    if has_lazy_weights(site.layer):
+        raise ValueError(f"layer {site.name!r} has no weights yet; run the model once on an example before")
+    if "weight" not in site.layer._parameters:
+        raise ValueError(
+            f"the weight of layer {site.name!r} is computed, as by weight_norm, spectral_norm or prune, and would be "
+            "computed anew after filters were set to zero: make it an ordinary one first, with "
+            "torch.nn.utils.parametrize.remove_parametrizations or the remove function of what computes it, or leave "
+            "the layer out with where="
+        )
+    if site.key == "gate_in" and getattr(site.layer, "groups", 1) != 1:
+        raise ValueError(
+            f"layer {site.name!r} has groups={site.layer.groups}: its columns serve several inputs each; leave it out "
+            "with inputs=, its inputs are the filters of the layer before"
+        )

@@ -88,6 +88,8 @@ def with_method(tables: dict[str, dict[str, object]], replace: bool) -> dict[str
         for table, stays in REPLACED.items():
             filled[table] = {key: value for key, value in filled.get(table, {}).items() if key in stays}
     for key, value in method.keys.items():
+        if key == "finish.close" and filled.get("budget", {}).get("target"):
+            continue  # the budget closes as many gates as its size needs
         table, _, name = key.partition(".")
         values = filled.setdefault(table, {})
         if replace and key in method.fixed:

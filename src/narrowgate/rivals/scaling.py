@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from narrowgate.gates import Gate, GroupGate
+from narrowgate.gates import Gate, GroupGate, LinearGate
 from narrowgate.gateset import Gates, gates_of
 
 
@@ -16,6 +16,7 @@ class ScalingGate(Gate):
 
     def __init__(self, size: int, init: float = 1.0) -> None:
         super().__init__()
+        self.init = init
         self.g = nn.Parameter(torch.full((size,), float(init)))
 
     def value(self) -> Tensor:
@@ -36,6 +37,12 @@ def use_scaling_gates_(model: nn.Module, init: float = 1.0) -> Gates:
     """Put a scaling factor in the place of every gate that a model has, and return them."""
     if not init > 0:
         raise ValueError(f"scaling factors start above 0, got init={init!r}")
+    present = gates_of(model)
+    if linear := [name for name in present if isinstance(present[name], LinearGate)]:
+        raise ValueError(
+            f"the gates on {', '.join(linear)} are BatchNorm's own scales, and a factor in their place would multiply "
+            "nothing; attach gates of kind='exponential' instead"
+        )
     made: dict[int, ScalingGate] = {}  # by the gate that each replaces: several layers may share one
 
     def instead_of(old: Gate) -> ScalingGate:

@@ -40,7 +40,7 @@ def wires_of(model: nn.Module, example: Tensor) -> dict[str, Wire]:
     """Each BatchNorm of a model, by name, with what lies before and behind it."""
     plain = ungated(model)
     graph = trace(plain, example)
-    found = {}
+    found: dict[str, Wire] = {}
     uses = Counter(_weight_of(node, graph) for node in graph.nodes if _is(node, _LAYERS))
     for node in graph.nodes:
         if not _is(node, _NORMS) or _weight_of(node, graph) is None:
@@ -50,10 +50,18 @@ def wires_of(model: nn.Module, example: Tensor) -> dict[str, Wire]:
         behind, passes = _follow(node, graph)
         before = _weight_of(source, graph) if _is(source, _LAYERS) else None
         once = all(uses[layer] == 1 for layer in behind)
-        found[str(_weight_of(node, graph))] = Wire(
-            before, tuple(behind), passes and bool(behind) and once, source.meta["val"][0, 0].numel()
-        )
+        name = str(_weight_of(node, graph))
+        wire = Wire(before, tuple(behind), passes and bool(behind) and once, source.meta["val"][0, 0].numel())
+        found[name] = _both(found[name], wire) if name in found else wire
     return found
+
+
+def _both(one: Wire, other: Wire) -> Wire:
+    """A BatchNorm that is used twice: its parameters serve both places, and a factor on them reaches both."""
+    before = one.before if one.before == other.before else None
+    behind = tuple(dict.fromkeys((*one.behind, *other.behind)))
+    passes = one.passes_scale and other.passes_scale and not set(one.behind) & set(other.behind)
+    return Wire(before, behind, passes, one.pixels + other.pixels)
 
 
 def memory_weights(model: nn.Module, example: Tensor) -> dict[str, float]:
