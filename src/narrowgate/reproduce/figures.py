@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowgate import norms
-from narrowgate.reproduce.cifar import is_result, is_whole
+from narrowgate.reproduce.cifar import is_result, is_tested
 from narrowgate.reproduce.paper import FIGURE_2, FIGURE_4, NETWORKS, WIDEST_INSENSITIVE, Kind
 from narrowgate.reproduce.runs import Run
 
@@ -89,7 +89,7 @@ def _trade_off(runs: Sequence[Run]) -> Any:
         for row in FIGURE_2:
             if row.network == network and row.pruned is not None and row.accuracy is not None:
                 _mark(axis, row.kind, row.pruned, row.accuracy, hollow=True)
-        mine = [run for run in runs if run.network == network and run.data == "cifar100" and run.validation is None]
+        mine = [run for run in runs if run.network == network and is_tested(run)]
         for run in mine:
             if is_result(run):
                 _mark(axis, run.kind, 100 * run.pruned, 100 * run.accuracy)
@@ -122,7 +122,7 @@ def _mark(axis: Any, kind: Kind, x: float, y: float, hollow: bool = False) -> An
 def _thresholds(runs: Sequence[Run]) -> Any:
     figure, axes = _subplots(2, 3, figsize=(13, 6), sharex=True)
     for column, (network, title) in enumerate(NETWORKS.items()):
-        mine = [run for run in runs if run.network == network and run.curve is not None and is_whole(run)]
+        mine = [run for run in runs if run.network == network and run.curve is not None and is_tested(run)]
         for run in (run for run in mine if run.kind in (Kind("l1", "lin"), Kind("l1", "exp"))):
             assert run.curve is not None
             label = str(run.kind) if is_result(run) else f"{run.kind}, our own way"
