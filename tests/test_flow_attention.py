@@ -269,6 +269,35 @@ def test_norms_of_queries_and_keys_let_heads_go():
     assert small.attention.num_heads == 1
 
 
+MASKS = {
+    "causal": torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e4),
+    "for_each_key": torch.linspace(-3, 3, TOKENS)[None],
+    "for_each_key_4d": torch.linspace(-3, 3, TOKENS)[None, None, None],
+    "truth": torch.arange(TOKENS)[None] % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_that_a_buffer_holds_stays_whole(mask):
+    """A head goes, and the mask has a number for every token: one for all of them would fit, and be another."""
+
+    class Masked(Attention):
+        def __init__(self):
+            super().__init__(plain)
+            self.register_buffer("mask", MASKS[mask].clone())
+
+        def forward(self, x):
+            self.attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+            return super().forward(x)
+
+    model = net(plain)
+    model.attention = Masked().double()
+    close_(model.attention.qkv, range(V, V + SIZE))
+    plan, small = shrink(model, tokens())
+    assert small.attention.num_heads == 1 and "attention.mask" not in plan.cuts
+    shrink(model, tokens(), layout="scatter")
+
+
 @pytest.mark.parametrize("attend", [plain, decomposed, biased])
 def test_aligned_leaves_the_widths_alone(attend):
     model = net(attend)

@@ -6,6 +6,8 @@ from flow_helpers import Net, close_, image, kept, settle_, shrink, shrink_all
 from torch import nn
 from torch.nn import functional as F
 
+import narrowgate as ng
+
 # Channels of conv1: 1 and 2 are zero, 3 and 4 constant, 0 and 5 alive.
 ALIVE = [0, 5]
 
@@ -193,8 +195,9 @@ NORMS = {
     "local_response": lambda net, x: F.local_response_norm(x, 3),
     "pad_channels": lambda net, x: F.pad(x, (0, 0, 0, 0, 1, 1))[:, 1:-1],
     "mean_over_channels": lambda net, x: x - x.mean(1, keepdim=True),
-    "sum_over_everything": lambda net, x: x * x.sum(),
-    "max_over_channels": lambda net, x: x * x.max(1, keepdim=True).values,
+    "var_over_channels": lambda net, x: x * x.var(1, keepdim=True),
+    "where_the_maximum_is": lambda net, x: x * x.max(1, keepdim=True).indices,
+    "norm_that_counts": lambda net, x: x * torch.linalg.vector_norm(x, 0, 1, keepdim=True),
     "cumsum_over_channels": lambda net, x: x.cumsum(1),
     "channel_shuffle_op": lambda net, x: F.channel_shuffle(x, 2) + x,
     "roll_channels": lambda net, x: x.roll(1, 1),
@@ -220,6 +223,55 @@ def test_walls_stay_whole_and_exact(name):
     plan, _ = shrink_all(model, image(), removes=None)
     assert kept(plan, "conv1.weight") is None
     assert plan.walls
+
+
+# What is left of conv1's channels: with the largest constant for a maximum, with all that are not zero for a sum.
+OVER_CHANNELS = {
+    "max": (lambda net, x: x.max(1, keepdim=True).values, [0, 3, 5]),
+    "min": (lambda net, x: x.min(1)[0].unsqueeze(1), [0, 4, 5]),
+    "amax": (lambda net, x: x.amax(1, keepdim=True), [0, 3, 5]),
+    "amin": (lambda net, x: x.amin((1, 2), keepdim=True), [0, 4, 5]),
+    "max_of_all": (lambda net, x: x.max() - x.amax(1, keepdim=True), [0, 3, 5]),
+    "sum": (lambda net, x: x.sum(1, keepdim=True), [0, 3, 4, 5]),
+    "sum_without_constants": (lambda net, x: (x - 0.8).relu().sum((1, 3), keepdim=True), ALIVE),
+    "norm": (lambda net, x: x.relu().norm(dim=1, keepdim=True), [0, 3, 5]),
+    "largest": (lambda net, x: torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True), [0, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", OVER_CHANNELS)
+def test_a_maximum_or_sum_over_channels_needs_few_constants(name):
+    middle, left = OVER_CHANNELS[name]
+    model = between(middle, nn.Conv2d(1, 4, 1))
+    plan, _ = shrink_all(model, image(), also=[image(size=12)])
+    assert kept(plan, "conv1.weight") == left
+
+
+def test_a_maximum_over_channels_is_a_wall_while_training():
+    """A constant that is not the largest may become it."""
+    model = between(OVER_CHANNELS["amax"][0], nn.Conv2d(1, 4, 1))
+    gates = ng.attach_gates_(model)
+    gates["conv1"].close_(torch.tensor([False, True, True, False, False, False]))
+    assert kept(ng.plan(model, image()), "conv1.weight") == [0, 3, 5]
+    plan = ng.plan(model, image(), training=True)
+    assert kept(plan, "conv1.weight") is None and plan.walls
+
+
+def test_attention_over_places():
+    """CBAM: the mean counts every channel, and the maximum alone would not."""
+
+    def body(net, x, over=("mean", "amax")):
+        x = net.conv1(x).relu()
+        mask = torch.cat([getattr(x, name)(1, keepdim=True) for name in over], 1)
+        return net.conv2(x * net.mask(mask).sigmoid())
+
+    both = Net(body, conv1=nn.Conv2d(3, 6, 3), mask=nn.Conv2d(2, 1, 7, padding=3), conv2=nn.Conv2d(6, 4, 3))
+    largest = Net(lambda net, x: body(net, x, ("sum", "amax")), **dict(both.named_children()))
+    close_(settle_(both, image()).conv1, [1, 2])
+    plan, _ = shrink_all(both, image(), aligned_removes=False)
+    assert [wall.op for wall in plan.walls] == ["mean"]
+    plan, _ = shrink_all(largest, image())
+    assert kept(plan, "conv1.weight") == [0, 1, 3, 4, 5] and not plan.walls
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm", "rms_norm"])

@@ -19,6 +19,7 @@ from flow_helpers import (
     settle_,
     shrink,
 )
+from torch import distributed as dist
 from torch import nn
 
 import narrowgate as ng
@@ -190,6 +191,28 @@ def test_inputs_that_do_not_fit(inputs, train):
 def test_inputs_of_a_wrong_type(inputs):
     with pytest.raises(TypeError, match="example_inputs"):
         ng.plan(model_with_zeros(), inputs)
+
+
+def test_the_model_inside_distributed_data_parallel_is_asked_for(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with pytest.raises(TraceError, match=r"DistributedDataParallel.*model\.module"):
+            ng.plan(nn.parallel.DistributedDataParallel(model), image())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [lambda y: y[:, torch.tensor([True, False] * 3)], lambda y: y.mean((2, 3))[y.mean((1, 2, 3)) > 0]],
+    ids=["channels", "samples"],
+)
+def test_sizes_that_depend_on_numbers_cannot_be_traced(pick):
+    model = settle_(Net(lambda net, x: pick(net.a(x)).sum(1), a=nn.Conv2d(3, 6, 3)), image())
+    close_(model.a, [1, 2])
+    with pytest.raises(TraceError, match="the size of what index gives depends on the numbers"):
+        ng.plan(model, image())
 
 
 def test_a_branch_on_tensor_values_cannot_be_traced():

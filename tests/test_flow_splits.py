@@ -35,6 +35,10 @@ def narrow(x):
     return x.narrow(1, 0, half), x.narrow(1, half, half)
 
 
+def tensor_split(x):
+    return x.tensor_split(2, 1)
+
+
 def written_split(x):
     return x.split(4, 1)
 
@@ -52,12 +56,16 @@ def written_start(x):
     return x[:, :4], x[:, x.shape[1] // 2 :]
 
 
+def written_places(x):
+    return torch.tensor_split(x, (4,), dim=1)
+
+
 def uneven(x):
     return x.split([3, 5], 1)
 
 
-RATIOS = [chunk, split_by_ratio, split_by_list, slices, slices_from_the_end, narrow]
-NUMBERS = [written_split, written_list, written_slices, written_start, uneven]
+RATIOS = [chunk, split_by_ratio, split_by_list, slices, slices_from_the_end, narrow, tensor_split]
+NUMBERS = [written_split, written_list, written_slices, written_start, written_places, uneven]
 
 
 def two_branches(parts):

@@ -326,6 +326,24 @@ def test_embedding_tied_to_the_output():
     assert small.embed.embedding_dim == 4
 
 
+@pytest.mark.parametrize(
+    "places", [torch.arange(7), torch.arange(7)[None], torch.full((7,), 3)], ids=["1d", "2d", "3s"]
+)
+def test_numbers_of_places_that_a_buffer_holds(places):
+    """As transformers have them: one place for all would be added to all tokens without a word."""
+
+    def body(net, tokens):
+        x = net.embed(tokens) + net.position(net.places[..., : tokens.shape[1]])
+        return net.head(F.relu(net.hidden(x)))
+
+    layers = {"embed": nn.Embedding(11, 6), "hidden": nn.Linear(6, 8), "head": nn.Linear(8, 3)}
+    model = Net(body, **layers, position=nn.Embedding(7, 6), places=nn.Buffer(places))
+    tokens = torch.randint(0, 11, (4, 7))
+    close_(settle_(model, tokens).hidden, [0, 1])
+    plan, _ = shrink_all(model, tokens)
+    assert kept(plan, "hidden.weight") == [2, 3, 4, 5, 6, 7] and "places" not in plan.cuts
+
+
 def test_embedding_and_linear_share_a_parameter():
     class Tied(nn.Module):
         def __init__(self):

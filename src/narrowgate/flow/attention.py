@@ -68,6 +68,8 @@ def _plain_result(flow: Flow, node: Node, sources: list[Node], mask: Node | None
         return unlabelled(shape)
     for state in states[1:]:
         flow.tie(states[0].labels, state.labels)
+    if mask is not None:
+        flow.wall(node, [flow.reads(node, mask)], "its mask is for all tokens")
     return labelled(shape, axis, states[0].labels, np.where(states[2].values == 0, 0.0, np.nan))
 
 

@@ -139,7 +139,10 @@ def embedding(flow: Flow, node: Node) -> None:
     values = np.where(same & (flow.closed is None), table[0].double().cpu().numpy(), np.nan)
     shape = shape_of(node)
     flow.pin(flow.labels_of(name, 0), f"for the rows of {layer_of(node)}")
-    flow.put(node, labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values), lambda live: None)
+    places = flow.reads(node, node.args[1])
+    flow.wall(node, [places], "it looks up all that it is given")
+    result = labelled(shape, len(shape) - 1, flow.labels_of(name, 1), values)
+    flow.put(node, result, lambda live: flow.mark(places, bool((live & result.varies).any())))
 
 
 def _why_not(node: Node) -> str:

@@ -13,7 +13,7 @@ from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.pointwise import pointwise
 from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, rounded, unlabelled
-from narrowgate.flow.trace import op_name
+from narrowgate.flow.trace import layer_of, op_name
 
 
 def spatial(flow: Flow, node: Node) -> None:
@@ -107,7 +107,7 @@ def extreme(flow: Flow, node: Node) -> None:
 
 
 def reduction(flow: Flow, node: Node) -> None:
-    """mean, sum, amax, …: free over other axes, a wall over the channel axis."""
+    """mean, sum, amax, …: free over other axes; over the channel axis a wall, unless some channels add nothing."""
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
     rank = len(state.shape)
@@ -117,7 +117,7 @@ def reduction(flow: Flow, node: Node) -> None:
     dims = [int(d) % rank for d in dims] if rank else []
     name = op_name(node)
     if state.axis in dims:
-        wall_rule(flow, node, "it reduces over channels")
+        _over_channels(flow, node, read, state)
         return
     value = node.meta["val"]
     several = not isinstance(value, Tensor)
@@ -131,6 +131,46 @@ def reduction(flow: Flow, node: Node) -> None:
             flow.mark(read, one & result.varies)
 
     flow.put(node, results if several else results[0], backward)
+
+
+def _over_channels(flow: Flow, node: Node, read: Node, state: State) -> None:
+    """Some constants can go without being missed; not while training, when any of them may become the largest."""
+    told = _told_of_constants(node, state) if flow.closed is None else None
+    if told is None:
+        wall_rule(flow, node, "it reduces over channels")
+        return
+    flow.pin(state.labels[told], f"for constants that {op_name(node)} in {layer_of(node)} reads")
+    value = node.meta["val"]
+    shapes = [tuple(int(size) for size in one.shape) for one in ([value] if isinstance(value, Tensor) else value)]
+    results = [unlabelled(shape) for shape in shapes]
+
+    def backward(live: Any) -> None:
+        flow.mark(read, state.varies & any(np.any(one) for one in live))
+
+    flow.put(node, results[0] if isinstance(value, Tensor) else results, backward)
+
+
+def _told_of_constants(node: Node, state: State) -> Mask | None:
+    """Constants that the result tells of: in a sum or norm all but zeros, of a maximum the largest; None for others."""
+    name, known = op_name(node), ~state.varies
+    if name == "sum" or (name in ("norm", "linalg_vector_norm") and _ignores_zeros(arg(node, 1, "ord", 2))):
+        told: Mask = known & (state.values != 0)
+        return told
+    if name not in ("amax", "amin", "max", "min") or _tells_where(node):
+        return None
+    heights = np.where(known, -state.values if name in ("amin", "min") else state.values, -np.inf)
+    told = known & (np.arange(len(known)) == heights.argmax())
+    return told
+
+
+def _ignores_zeros(order: Any) -> bool:
+    """Whether a norm of this order is the same without channels of zeros; None is the second."""
+    return order is None or (isinstance(order, (int, float)) and order > 0)
+
+
+def _tells_where(node: Node) -> bool:
+    """Whether someone asks which channel the largest is."""
+    return any(user.args[1] != 0 and user.users for user in node.users if op_name(user) == "getitem")
 
 
 def _reduced(state: State, shape: tuple[int, ...], dims: list[int], values: Values) -> State:

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from narrowgate.flow.regions import inlined, readers
 from narrowgate.flow.unknown import fake_tensors, lacks_numbers
@@ -80,6 +83,7 @@ def trace(
             with _no_stack_traces():
                 program = torch.export.export(model, args, kwargs, strict=False)
             graph = inlined(program.graph_module)
+            _refuse_unknown_sizes(graph)
             functionalised = _mutates_through_views(list(graph.nodes)) or (
                 not train and _writes_to_buffers(graph, program)
             )
@@ -90,8 +94,9 @@ def trace(
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TraceError(
                 f"torch.export cannot trace {type(model).__name__} with these inputs: {type(error).__name__}: "
-                f"{reason}. {_remedy(reason)}"
+                f"{reason}. {_remedy(model, reason)}"
             ) from error
+    _slice_instead_(graph)
     signature = program.graph_signature
     by_placeholder = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes = tuple(graph.nodes)
@@ -109,13 +114,39 @@ def trace(
     return Graph(nodes, tensors, outputs, functionalised, {} if train else written, read_by)
 
 
+def _refuse_unknown_sizes(graph: fx.Graph) -> None:
+    """Raise where the size of a tensor depends on numbers, as that of ``x[x > 0]`` does: nobody could replay it."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+                raise ValueError(f"the size of what {op_name(node)} gives depends on the numbers that it is given")
+
+
+def _slice_instead_(graph: fx.Graph) -> None:
+    """Replace each ``tensor_split`` by the slices that it is when it runs, for rules and replay to see the same."""
+    for node in [node for node in graph.nodes if op_name(node) == "tensor_split"]:
+        axis = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0))
+        ends = np.cumsum([int(part.shape[axis]) for part in node.meta["val"]]).tolist()
+        for part in list(node.users):
+            which = int(part.args[1])
+            with graph.inserting_before(part):
+                bounds = (axis, ends[which - 1] if which else 0, ends[which])
+                piece = graph.call_function(torch.ops.aten.slice.Tensor, (node.args[0], *bounds))
+            piece.meta = dict(part.meta)
+            part.replace_all_uses_with(piece)
+            graph.erase_node(part)
+        graph.erase_node(node)
+
+
 def _results(graph: fx.Graph) -> Any:
     (result,) = next(node for node in graph.nodes if node.op == "output").args
     assert isinstance(result, (tuple, list))
     return result
 
 
-def _remedy(reason: str) -> str:
+def _remedy(model: nn.Module, reason: str) -> str:
+    if isinstance(model, DistributedDataParallel):
+        return "Give the model inside it, model.module"
     if "is not a known type" in reason:
         return "If that is a dataclass, call torch.export.register_dataclass(it) once, before ng.plan"
     if "uninitialized parameter" in reason:
