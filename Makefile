@@ -1,6 +1,8 @@
 # Every target sets up .venv by itself; `make help` lists them.
 PYTHON ?= python3
 READY := .venv/.ready
+# Processes that share the tests; auto is one a core, as far as memory goes (tests/conftest.py).
+WORKERS ?= auto
 # The benchmarks that need no GPU.
 BENCHMARKS := benchmarks/import_time.py benchmarks/gate_overhead.py
 
@@ -13,8 +15,8 @@ help: ## list the targets
 demo: $(READY) ## train, narrow and check a small network
 	.venv/bin/narrowgate demo
 
-test: $(READY) ## run the tests
-	.venv/bin/python -m pytest
+test: $(READY) ## run the tests, a process a core
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## check style, format and types
 	.venv/bin/ruff check

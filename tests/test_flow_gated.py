@@ -29,7 +29,7 @@ def gated_model(kind="exponential", **options):
         {"kind": "hard-concrete"},
         {"kind": "linear"},
     ],
-    ids=str,
+    ids=["before-norm", "after-norm", "inputs", "hard-concrete", "linear"],
 )
 def test_gates_are_merged(options):
     model, gates = gated_model(**options)

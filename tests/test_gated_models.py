@@ -191,7 +191,11 @@ class Checkpointed(ConvNet):
         return torch.tanh(self.conv2(x)) + torch.tanh(self.conv2(x * 0.5))  # one layer is called twice
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "hard-concrete"}, {"inputs": named("conv2")}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "hard-concrete"}, {"inputs": named("conv2")}],
+    ids=["exponential", "hard-concrete", "inputs"],
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_changes_nothing(reentrant, frozen, options):

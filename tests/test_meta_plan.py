@@ -45,23 +45,26 @@ def transformer(width, heads, depth):
     return nn.Sequential(*(Block(width, heads) for _ in range(depth)), nn.Linear(width, 10)).eval()
 
 
-def networks():
-    vit = torchvision.models.VisionTransformer(
+def vit():
+    return torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=5
     )
-    return {
-        "lenet5": (LeNet5(), torch.randn(2, 1, 28, 28)),
-        "resnet18": (torchvision.models.resnet18(num_classes=10), torch.randn(2, 3, 32, 32)),
-        "mobilenetv2": (build("mobilenetv2", 10), torch.randn(2, 3, 32, 32)),
-        "vit": (vit, torch.randn(2, 3, 32, 32)),
-        "transformer": (transformer(32, 4, 2), torch.randn(2, 6, 32)),
-    }
+
+
+NETWORKS = {
+    "lenet5": (LeNet5, (2, 1, 28, 28)),
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=10), (2, 3, 32, 32)),
+    "mobilenetv2": (lambda: build("mobilenetv2", 10), (2, 3, 32, 32)),
+    "vit": (vit, (2, 3, 32, 32)),
+    "transformer": (lambda: transformer(32, 4, 2), (2, 6, 32)),
+}
 
 
 def gated(name, closed=0.5, **options):
     """A gated network with random numbers everywhere, half of its gates closed, and an input."""
     torch.manual_seed(0)
-    model, x = networks()[name]
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.1, 0.2)
@@ -328,7 +331,7 @@ def test_with_weights_from_disk_the_plan_and_the_small_model_are_the_same(name, 
     assert json.loads((tmp_path / "small/meta.json").read_text())["tied"] == {}
     for read in (ng.load, load):
         one, other = (
-            read(tmp_path / folder, lambda: networks()[name][0].double().eval()).state_dict()
+            read(tmp_path / folder, lambda: NETWORKS[name][0]().double().eval()).state_dict()
             for folder in ("small", "usual")
         )
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

@@ -7,12 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from engine_helpers import LENET, rows, write_images
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from narrowgate.cli import build_app
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +68,11 @@ def assert_finished(*command):
 @pytest.fixture(scope="module")
 def alone(arguments, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    assert_finished(*NARROWGATE, *arguments, *ALONE, "--out", folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # those too that pyproject.toml lets pass
+        done = CliRunner().invoke(build_app(), [*arguments, *ALONE, "--out", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "Warning" not in done.output and "Traceback" not in done.output, done.output
     assert sum(bool(row["event"]) for row in rows(folder)) >= 2
     return folder
 
