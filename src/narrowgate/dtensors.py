@@ -73,13 +73,14 @@ def is_gathered(module: nn.Module, tensor: Tensor) -> bool:
     return "_is_fsdp_managed_module" in module.__dict__ and not is_sharded(tensor)
 
 
-def check_whole(model: nn.Module, error: type[Exception] = ValueError) -> None:
-    """Raise if a model is sharded, for what needs the whole of it."""
-    if found := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
-        raise error(
-            f"{found[0]!r} is sharded by fully_shard: each process has a part of it. Call this inside `with "
-            "ng.gathered(model):`"
-        )
+def check_whole(model: nn.Module, error: type[Exception] = ValueError, instead: str = "") -> None:
+    """Raise if a model is sharded, for what needs the whole of it; ``instead`` ends the remedy."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_sharded(tensor):
+            raise error(
+                f"{name!r} is sharded by fully_shard: each process has a part of it. Call this inside `with "
+                f"ng.gathered(model):`{instead}"
+            )
 
 
 def _sharded_axis(placements: Sequence[Any]) -> int:

@@ -154,13 +154,18 @@ def can_merge(module: nn.Module) -> bool:
     return isinstance(module, GatedLayer) or isinstance(module._modules.get("gate"), LinearGate)
 
 
+MAKE_ORDINARY = (
+    "make it an ordinary one first, with torch.nn.utils.parametrize.remove_parametrizations or the remove function of "
+    "what computes it"
+)
+
+
 def check_weights(gated: Mapping[str, nn.Module]) -> None:
     """Raise if something put over a layer since computes the weight that its gate is to be multiplied into."""
     if computed := [name for name, layer in gated.items() if can_merge(layer) and "weight" not in layer._parameters]:
         raise ValueError(
             f"the weight of {', '.join(computed)} is computed, as by weight_norm, spectral_norm or prune, and can't "
-            "take a gate in: make it an ordinary one first, with torch.nn.utils.parametrize.remove_parametrizations or "
-            "the remove function of what computes it"
+            f"take a gate in: {MAKE_ORDINARY}"
         )
 
 

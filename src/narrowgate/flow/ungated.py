@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from narrowgate.batched import forget_prepared_gates_
 from narrowgate.direct import forget_reader_
-from narrowgate.dtensors import is_sharded
+from narrowgate.dtensors import check_whole
 from narrowgate.flow.analysis import ClosedGates
 from narrowgate.flow.state import Mask
 from narrowgate.flow.trace import TraceError, copy_structure
@@ -42,12 +42,8 @@ def share_copy(model: nn.Module) -> nn.Module:
         raise TraceError(
             f"{type(model).__name__} is compiled by torch.jit, which hides its code; pass the model itself"
         )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_sharded(tensor):
-            raise TraceError(
-                f"{name!r} is sharded by fully_shard: each process has a part of it. Call this inside `with "
-                "ng.gathered(model):`, or cut the model while it trains with ng.shrink_sharded_"
-            )
+    check_whole(model, TraceError, ", or cut the model while it trains with ng.shrink_sharded_")
+    for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
     try:
         return copy_structure(model, memo)

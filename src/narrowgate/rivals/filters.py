@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgate.gates import Gate
 from narrowgate.gateset import Gates
 from narrowgate.sites import Site, Where, find_sites
-from narrowgate.swap import has_lazy_weights
+from narrowgate.swap import MAKE_ORDINARY, has_lazy_weights
 
 
 class FilterGate(Gate):
@@ -143,9 +143,7 @@ def _check_fits(site: Site) -> None:
     if "weight" not in site.layer._parameters:
         raise ValueError(
             f"the weight of layer {site.name!r} is computed, as by weight_norm, spectral_norm or prune, and would be "
-            "computed anew after filters were set to zero: make it an ordinary one first, with "
-            "torch.nn.utils.parametrize.remove_parametrizations or the remove function of what computes it, or leave "
-            "the layer out with where="
+            f"computed anew after filters were set to zero: {MAKE_ORDINARY}, or leave the layer out with where="
         )
     if site.key == "gate_in" and getattr(site.layer, "groups", 1) != 1:
         raise ValueError(

@@ -41,7 +41,8 @@ def restore(training: Training, saved: Saved | None) -> None:
             training.budget.load_state_dict(meta["budget"])
         training.epoch, training.seconds, training.best = saved.epoch, meta["seconds"], meta["best"]
         training.left = Size(**meta["left"])
-        training.fit_batch()
+        if training.recipe.shrink.batch:
+            training.fit_batch(Size.of(parts.model, training.example))
         training.show.begin(training.epoch)
         training.show.notice(f"going on after epoch {training.epoch}, from {saved.path}")
     training.rewind_log()

@@ -146,15 +146,14 @@ class Training:
         """Larger batches take fewer and longer steps, so that an epoch goes as far as before."""
         return self.recipe.lr_at(progress) * self.batch / self.recipe.train.batch
 
-    def fit_batch(self) -> None:
+    def fit_batch(self, now: Size) -> None:
         """Take larger batches where a cut has made room for them; on resuming, those of the run before."""
         base, most = self.recipe.train.batch, self.recipe.shrink.batch
         if most <= base:
             return
-        left = Size.of(self.parts.model, self.example).multiply_adds
         images = self.data.train_size if isinstance(self.data, FolderData) else len(self.data.train)
-        times = min(self.full.multiply_adds // max(1, left), most // base, images // (base * self.place.world))
-        self.set_batch(base * max(1, times))
+        room = self.full.multiply_adds // max(1, now.multiply_adds)
+        self.set_batch(base * max(1, min(room, most // base, images // (base * self.place.world))))
 
     def set_batch(self, batch: int) -> None:
         """Train with batches of another size from the next epoch on."""
@@ -252,7 +251,7 @@ class Training:
             self.left = Size.of(self.parts.model, self.example)
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
             before = self.batch
-            self.fit_batch()
+            self.fit_batch(self.left)
             event += f", batches of {self.batch}" if self.batch != before else ""
         # What goes at the end only: everything, or what takes index operations.
         more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"

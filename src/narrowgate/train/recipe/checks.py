@@ -30,7 +30,7 @@ def check_data(data: DataPart) -> None:
     if (data.augment == "imagenet") and data.source != "folder":
         in_memory = 'use "crop-flip", "shift", "warp" or "none"'
         raise refuse(f"is for image folders; {in_memory}", (data, "augment"), (data, "source"))
-    if data.augment in ("crop-flip", "shift", "warp") and data.source == "folder":
+    if data.augment not in ("imagenet", "none") and data.source == "folder":
         raise refuse('is for small images in memory; use "imagenet" or "none"', (data, "augment"), (data, "source"))
     if data.size and data.source != "folder":
         raise refuse("only image folders can be resized; leave size at 0", (data, "size"), (data, "source"))
