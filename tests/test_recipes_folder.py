@@ -49,6 +49,7 @@ def test_there_is_one_for_each_row_of_the_paper():
         "imagenet-mobilenetv2": 5,
         "digits-small": 1,
         "ours-cifar100": 4,
+        "ours-mnist": 1,
         "rival-mnist": 6,
     }
 
