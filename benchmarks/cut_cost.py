@@ -1,0 +1,147 @@
+"""What does a cut cost while a network trains? Seconds of each thing that it makes the engine do anew.
+
+    python benchmarks/cut_cost.py --device cuda
+
+Random images, gates closed at random, so that no data is needed. A run pays for planning and cutting, then for the
+first steps at the new widths (kernels are chosen, loaded and compiled) with the capture of a graph, and for the first
+evaluation. ``inside`` is how much of the first steps Python spent in the calls named there. ``--products`` runs 1x1
+convolutions as matrix products, for which cuBLAS has its kernels ready: a try, which ``narrowgate train`` does not do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from _record import ROOT, about, table, write_json
+from step_profile import cut_
+from torch import Tensor
+from torch.nn import functional as F
+from train_speed import GPU_RECIPE, Engine
+
+from narrowgate.train import training as training_module
+from narrowgate.train.fused import Fused
+from narrowgate.train.training import Training
+
+STEPS = 20
+INSIDE = {  # of the first steps: words in cProfile's names of functions
+    "convolutions": ("conv2d",),
+    "backward": ("run_backward",),
+    "Triton": ("compiler.py", "compile"),
+}
+
+
+class Products(Fused):
+    """1x1 convolutions of a channels_last batch as products of its pixels and the weight."""
+
+    def convolve(self, *args: Any) -> Tensor:
+        """A convolution by cuBLAS where it is one of single pixels, by cuDNN elsewhere."""
+        batch, weight, bias, stride, padding, _, groups = args
+        single = weight.shape[2:] == (1, 1) and groups == 1 and _all(stride, 1) and _all(padding, 0)
+        if not single or not batch.is_contiguous(memory_format=torch.channels_last):
+            return super().convolve(*args)
+        pixels = batch.permute(0, 2, 3, 1)
+        return F.linear(pixels, weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
+def _all(numbers: Any, number: int) -> bool:
+    return numbers == number or (isinstance(numbers, tuple) and set(numbers) == {number})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--placement", default="before-norm", choices=("before-norm", "after-norm"))
+    parser.add_argument("--cuts", type=int, default=4)
+    parser.add_argument("--share", type=float, default=0.2, help="of the open gates that each cut removes")
+    parser.add_argument("--round-to", type=int, default=1, help="as shrink.round_to")
+    parser.add_argument("--products", action="store_true", help="1x1 convolutions as matrix products")
+    parser.add_argument("--rows", type=int, default=0, help="print so many lines of the last first steps' profile")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.products:
+        training_module.Fused = Products  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        found = cuts(arguments, Path(folder))
+    out = arguments.out or ROOT / "benchmarks" / f"cut_cost_{arguments.device}.json"
+    facts = {name: getattr(arguments, name) for name in ("model", "placement", "share", "round_to", "products")}
+    write_json(out, {"what": "seconds that a cut costs", **about(arguments.device), **facts, "cuts": found})
+    print(table(list(found[0]), [[str(value) for value in row.values()] for row in found]))
+
+
+def cuts(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The costs at full size, then of each cut."""
+    text = GPU_RECIPE.format(model=arguments.model, placement=arguments.placement, compile="false")
+    during = f'when = "during"\nevery = 1\nround_to = {arguments.round_to}'
+    engine = Engine(text.replace('when = "off"', during), images(folder), folder / "run", arguments.device)
+    training, found = engine.training, []
+    for cut in range(arguments.cuts + 1):
+        seconds = 0.0 if cut == 0 else timed(lambda: cut_(training, arguments.share))
+        torch.backends.cudnn.benchmark = False  # as in a run that shrinks
+        training.set_batch(training.recipe.train.batch)
+        found.append({"parameters": sum(p.numel() for p in training.parts.model.parameters()), "cut": seconds})
+        found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
+    engine.close()
+    return found
+
+
+def costs(training: Training, rows: int) -> dict[str, float]:
+    """Seconds of the first epoch at these widths, of later ones, and of evaluations."""
+    loop = training.loop_for(training.parts)
+    watch = cProfile.Profile()
+
+    def epoch() -> None:
+        training.run_epoch(loop, 0, training.recipe.lr_at)
+
+    first = timed(lambda: watch.runcall(epoch))
+    stats = pstats.Stats(watch)
+    if rows:
+        stats.sort_stats("cumtime").print_stats(rows)
+    second = timed(epoch)
+    looks = [timed(lambda: training.accuracy(training.parts.model, "held-out", True)) for _ in range(2)]
+    inside = {f"inside: {name}": round(spent(stats, words), 2) for name, words in INSIDE.items()}
+    ms = round(second * 1000 / training.feed.steps, 2)
+    return {"first steps": first, **inside, "ms a step": ms, "first look": looks[0], "second look": looks[1]}
+
+
+def spent(stats: pstats.Stats, words: tuple[str, ...]) -> float:
+    """Cumulative seconds of the function whose file and name hold all words, the longest of several."""
+    times = [
+        value[3]
+        for (file, _, name), value in stats.stats.items()  # type: ignore[attr-defined]
+        if all(word in f"{file} {name}" for word in words)
+    ]
+    return max(times, default=0.0)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work took, on the GPU too."""
+    start = perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return round(perf_counter() - start, 2)
+
+
+def images(folder: Path) -> Path:
+    """Random images of CIFAR-100's size: enough for a few steps, and as many to look at as there are in a test."""
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", STEPS * 128), ("test", 10_000 if torch.cuda.is_available() else 500)):
+        arrays[f"x_{split}"] = generator.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{split}"] = np.arange(count) % 100
+    np.savez(folder / "images.npz", **arrays)
+    return folder / "images.npz"
+
+
+if __name__ == "__main__":
+    main()
