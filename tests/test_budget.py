@@ -340,6 +340,19 @@ def test_what_is_asked_for_is_not_exceeded(target):
     assert share - 0.01 <= budget.left <= share
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_not_exceeded_where_single_channels_are_worth_much(seed):
+    torch.manual_seed(seed)
+    model = models.build("lenet5", 10, image_shape=(1, 28, 28))  # a channel of its second convolution: 1.9 %
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        for gate in gates.modules():
+            gate.g.copy_(torch.rand_like(gate.g) + 0.1)
+    budget = Budget("params: 30%", model, torch.randn(1, 1, 28, 28), ng.Penalty(gates, "l1", 1e-3), 4)
+    budget.step(3)
+    assert 0.3 - 0.019 <= budget.left <= 0.3
+
+
 def test_few_plans_are_made(monkeypatch):
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)

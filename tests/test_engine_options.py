@@ -7,6 +7,7 @@ from helpers import compiles, needs_cpp_compiler
 
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import DataError
+from narrowgate.train.training import Training
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,18 @@ def test_a_run_shows_the_size_that_its_layout_will_have_at_the_end(tmp_path, sma
 def test_a_budget_is_met(tmp_path, images):
     result = train(LENET, tmp_path / "run", images, "budget.target='params: 40%'", "train.epochs=8")
     assert result.parameters / result.parameters_full == pytest.approx(0.4, abs=0.02)
+
+
+def test_the_log_has_the_strength_that_an_epoch_was_trained_with(tmp_path, images, monkeypatch):
+    used, run_epoch = [], Training.run_epoch
+
+    def noting(training, *args):
+        used.append(training.parts.penalty.strength)
+        return run_epoch(training, *args)
+
+    monkeypatch.setattr(Training, "run_epoch", noting)
+    train(LENET, tmp_path / "run", images, "budget.target='params: 40%'")
+    assert [row["strength"] for row in rows(tmp_path / "run")] == used and len(set(used)) > 2 and used[-1] == 0
 
 
 def test_image_folders(tmp_path):

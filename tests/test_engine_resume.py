@@ -155,3 +155,13 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch, images):
     shutil.rmtree(folder / "checkpoints")
     (folder / "result.json").unlink()
     assert train(LENET, folder, images, "train.epochs=1", resume=True).accuracy == result.accuracy
+
+
+@pytest.mark.parametrize(("processes", "told"), [(2, True), (1, False)])
+def test_a_run_that_goes_on_with_fewer_processes_says_so(tmp_path, monkeypatch, images, processes, told):
+    train_until(monkeypatch, 1, LENET, tmp_path, images, "train.epochs=2")
+    kept = Checkpoints(tmp_path / "checkpoints", 2)
+    saved = kept.latest()
+    kept.save(saved.epoch, saved.tensors, saved.meta | {"processes": processes})
+    train(LENET, tmp_path, images, "train.epochs=2", resume=True)
+    assert ("this run had 2 processes and goes on with 1: each takes train.batch" in train.printed) == told

@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 
 import narrowgate as ng
 from narrowgate import PlanError
+from narrowgate.train.shrink import ShrinkWarning
 
 
 class Residual(nn.Module):
@@ -190,7 +191,7 @@ def test_a_new_bias_is_trained_too():
     assert optimizer.param_groups[0].get("param_names", ["last.bias"])[-1] == "last.bias"  # since torch 2.6
 
 
-@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "AdamW"])
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "AdamW", "Adagrad"])
 def test_a_new_bias_takes_its_first_step_with_any_optimizer(kind):
     """RMSprop has a momentum buffer too, beside state that it makes only for a parameter without any."""
     model = Net(
@@ -198,12 +199,14 @@ def test_a_new_bias_takes_its_first_step_with_any_optimizer(kind):
         **{"first": nn.Linear(3, 6), "last": nn.Linear(6, 2, bias=False)},
     ).double()
     x = torch.randn(4, 3, dtype=torch.float64)
-    options = {} if kind == "AdamW" else {"momentum": 0.9}
+    options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
     optimizer = getattr(torch.optim, kind)(model.parameters(), 0.01, **options)
     model(x).square().sum().backward()
     optimizer.step()
     close_(model.first, [0, 1], 0.5)
     ng.compact_(model, ng.plan(model, x), optimizer=optimizer)
+    if kind == "Adagrad":  # in older versions of torch it makes state in its constructor only
+        assert optimizer.state[model.last.bias]["sum"].shape == model.last.bias.shape
     before = model.last.bias.detach().clone()
     optimizer.zero_grad()
     model(x).square().sum().backward()
@@ -283,6 +286,43 @@ def test_what_is_dead_in_eval_mode_only_stays_while_training(between, cut):
     assert len(kept(ng.plan(model, image(channels=3)), "first.weight")) == 2  # not if training is over
 
 
+class LossInside(nn.Module):
+    """In training mode it wants labels, hands out a loss, and has one layer more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.aux = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x, labels=None):
+        x = F.relu(self.first(x))
+        y = self.last(x).mean((2, 3))
+        return F.cross_entropy(y + self.aux(x).mean((2, 3)), labels) if self.training else y
+
+
+def test_a_model_that_cannot_be_traced_in_training_mode_is_not_cut_for_training():
+    model, x, labels = LossInside().double(), image(), torch.randint(0, 2, (4,))
+    gates = ng.attach_gates_(model, where=lambda name, layer: name == "first")
+    gates["first"].close_(torch.arange(6) < 3)
+    with pytest.raises(ng.TraceError, match=r"in training mode is not seen: .* Give example inputs"):
+        ng.plan(model, x, training=True)
+    assert kept(ng.plan(model, x), "first.weight") == [3, 4, 5]  # when training is over
+    ng.Budget("params: 70%", model, x, ng.Penalty(gates, "l1", 1e-3), 10)  # it counts only
+    plan = ng.plan(model, (x, labels), training=True)
+    assert "first.weight" not in plan.cuts and "training only" in str(plan)
+    with pytest.warns(ShrinkWarning, match="training mode"):
+        assert ng.Shrinker(model, x).shrink(0) is None
+    model.train()(x, labels).backward()
+
+
+def test_a_norm_that_averages_over_all_batches_is_traced_in_training_mode():
+    model = Noisy(nn.Sequential(nn.BatchNorm2d(6, momentum=None), Noise())).double()
+    gates = ng.attach_gates_(model, placement="before-norm")
+    gates["first"].close_(torch.arange(6) < 4)
+    plan = ng.plan(model, image(), training=True)
+    assert not plan.cuts and "dead in eval mode only" in str(plan)
+    assert model.between[0].momentum is None
+
+
 def test_constants_behind_dropout_go_while_training():
     """They are random in training, and on average what they are in eval mode: as before, the run is alike."""
     model = Noisy(nn.Sequential(nn.BatchNorm2d(6), nn.Dropout(0.5))).double()
@@ -333,6 +373,93 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused_by_name():
     with pytest.raises(ValueError, match=r"Adafactor keeps .* of 'conv1\.weight'"):
         ng.compact_(model, ng.plan(model, image(), training=True), optimizer=optimizer)
     assert_untouched(model, before)
+
+
+class OfRowsAndColumns(torch.optim.SGD):
+    """An optimizer that remembers something of a weight's two sides, as Shampoo, SOAP and Kron do."""
+
+    def __init__(self, parameters, keep):
+        super().__init__(parameters, 0.01)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = keep(parameter)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda p: {"sides": [torch.eye(size) for size in p.shape]}, lambda p: {"left": torch.eye(len(p))}],
+    ids=["list", "a square one, as the weight is"],
+)
+def test_an_optimizer_that_remembers_sides_of_weights_is_refused_by_name(keep):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+    ng.attach_gates_(model)["0"].close_(torch.arange(6) < 3)
+    optimizer = OfRowsAndColumns([layer.weight for layer in (model[0], model[2], model[4])], keep)
+    x, before = torch.randn(4, 6, dtype=torch.float64), copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"OfRowsAndColumns keeps '(sides|left)' of '0\.weight'"):
+        ng.compact_(model, ng.plan(model, x, training=True), optimizer=optimizer)
+    assert_untouched(model, before)
+
+
+class StepsAnother(torch.optim.Optimizer):
+    """As SAM and Lookahead do; the state is the inner one's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, 0.01, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+
+def test_an_optimizer_that_steps_another_is_refused_and_the_other_is_cut_along():
+    model, _ = gated(norm=False)
+    optimizer = StepsAnother(model.parameters())
+    steps(model, optimizer.base_optimizer, batches(1))
+    close_gates_(model)
+    plan, before = ng.plan(model, image(), training=True), copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"StepsAnother steps another optimizer, SGD, .* optimizer\.base_optimizer"):
+        ng.compact_(model, plan, optimizer=optimizer)
+    assert_untouched(model, before)
+    with pytest.raises(ValueError, match=r"optimizer\.base_optimizer"):
+        ng.Shrinker(model, image(), optimizer)
+    ng.compact_(model, plan, optimizer=optimizer.base_optimizer)
+    steps(model, optimizer.base_optimizer, batches(1))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_a_bias_for_muon_which_takes_matrices_only_is_refused():
+    model = Net(
+        lambda net, x: net.last(torch.sigmoid(net.first(x))),
+        **{"first": nn.Linear(3, 6), "last": nn.Linear(6, 2, bias=False)},
+    ).double()
+    ng.attach_gates_(model)["first"].close_(torch.arange(6) < 2)
+    optimizer = torch.optim.Muon([model.first.weight, model.last.weight])
+    x, before = torch.randn(4, 3, dtype=torch.float64), copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"a bias of 'last', .* Muon, .* matrices only"):
+        ng.compact_(model, ng.plan(model, x, training=True), optimizer=optimizer)
+    assert_untouched(model, before)
+
+
+def test_a_sparse_gradient_is_cut_along():
+    model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    gates = ng.attach_gates_(model, inputs=lambda name, layer: name == "1")
+    words = torch.randint(0, 9, (2, 5))
+    gates["1.inputs"].close_(torch.arange(6) < 2)
+    model(words).sum().backward()
+    reference = copy.deepcopy(model)
+    full = model[0].weight.grad.to_dense()
+    ng.compact_(model, ng.plan(model, words, training=True), optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    assert torch.equal(model[0].weight.grad.to_dense(), full[:, 2:])
+    assert torch.allclose(model(words), reference(words), rtol=1e-12)
+
+
+def test_a_computed_weight_is_not_computed_by_a_cut():
+    """In training mode spectral_norm moves its vectors each time that its weight is read."""
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 6, 3))
+    model = nn.Sequential(spectral, nn.Conv2d(6, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 1)).double().train()
+    ng.attach_gates_(model, where=lambda name, layer: name == "1")["1"].close_(torch.arange(6) < 3)
+    before = {name: buffer.clone() for name, buffer in spectral.named_buffers()}
+    ng.compact_(model, ng.plan(model, image(), training=True))
+    assert model[1].out_channels == 3
+    assert all(torch.equal(buffer, before[name]) for name, buffer in spectral.named_buffers())
 
 
 def test_weights_that_prune_computes_are_named_with_the_remedy():

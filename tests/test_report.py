@@ -24,12 +24,12 @@ from narrowgate.cli import build_app
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.report import ReportError, write_report
-from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData, facts
+from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData, describe, facts
 from narrowgate.report.folder import plan_parts
 from narrowgate.report.page import render
 from narrowgate.report.read import fronts, read_run, read_runs
 from narrowgate.reproduce.record import collect, write_record
-from narrowgate.train.recipe import RecipeError
+from narrowgate.train.recipe import Recipe, RecipeError
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,20 @@ def test_a_report_says_who_taught_a_run():
     found = facts({"closed": 0.1, "device": "cpu", "teacher": teacher}, {}, 0, None)
     assert found["Learned from"] == "resnet, 12,345 parameters, 50.00%"
     assert "Learned from" not in facts({"closed": 0.1, "device": "cpu", "teacher": None}, {}, 0, None)
+
+
+def of_recipe(*settings):
+    return describe(Recipe.from_toml("model.name = 'resnet'\ndata.source = 'npz'\ntrain.epochs = 1", settings).tables())
+
+
+def test_a_method_without_a_penalty_is_told_by_its_share():
+    assert of_recipe("penalty.strength=0.1")["method"] == "exponential gates, l1 penalty, strength 0.1"
+    assert of_recipe("method.name=magnitude")["method"] == "filter-l1 gates, no penalty, 50% closed at the end"
+
+
+def test_accuracies_by_epoch_are_of_the_test_images_only_where_that_is_known():
+    assert [of_recipe(f"data.source={source}")["held_out"] for source in ("npz", "folder")] == ["test", "held-out"]
+    assert of_recipe("data.source=folder", "data.validation=10")["held_out"] == "validation"
 
 
 def test_constants_and_walls_of_a_plan():
@@ -206,6 +220,12 @@ def test_a_record_is_a_run_that_knows_less(trained, tmp_path):
     assert record.course["accuracy"] == pytest.approx(folder.course["accuracy"], abs=1e-5)
     assert record.facts == folder.facts | {"Time": record.facts["Time"]}
     render([folder, record])
+
+
+def test_a_record_knows_the_accuracy_on_validation_images(run, tmp_path):
+    change_json(run / "result.json", validation_accuracy=0.5)
+    write_record(tmp_path / "kept.json", collect(run))
+    assert read_run(tmp_path / "kept.json").facts["Accuracy on validation images"] == "50.00%"
 
 
 def test_records_of_array_files_are_of_different_data(trained, tmp_path):

@@ -282,6 +282,33 @@ def test_mnist_runs_of_other_kinds_stand_apart(change):
     assert second[1].rows[0][1:4] == ("9-12-36-21", "3,891", "24.00")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("shrink.batch", 512, "batches up to 512"),
+        ("finish.close", 0.5, "50% closed at the end"),
+        ("penalty.weights", "parameters", "weighted by parameters"),
+        ("gates.rescale", 0.1, "scales x0.1"),
+        ("data.augment", "warp", "images warped"),
+    ],
+)
+@pytest.mark.parametrize("data", ["mnist", "cifar100"])
+def test_what_the_paper_does_not_do_stands_apart_and_is_told(tmp_path, data, key, value, words):
+    record = json.loads((RESULTS / "mnist" / "l1-exp-1e-3-seed0.json").read_text())
+    tables = record["recipe"]
+    if data == "cifar100":
+        tables["model"]["name"], tables["data"]["augment"] = "mobilenetv2", "crop-flip"
+        record |= {"dataset": data, "epochs": 240}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    table, _, name = key.partition(".")
+    tables[table][name] = value
+    (tmp_path / "b.json").write_text(json.dumps(record))
+    papers, own = load_runs(tmp_path)
+    for run, is_papers in ((papers, True), (own, False)):
+        beside = cifar.is_result(run) if data == "cifar100" else mnist.row_of(run) is not None
+        assert beside == is_papers and (words in run.settings) != is_papers
+
+
 def test_a_run_goes_to_the_nearest_of_two_markers():
     table = cifar.tables([run(network="resnet164", kind=Kind("bounded-l1", "exp"), pruned=0.45)])[2]
     weak, strong = cells(table, "bounded-l1 + exp")

@@ -13,7 +13,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("typer")
 pytest.importorskip("sklearn")
 
-from engine_helpers import train
+from engine_helpers import LENET, train, write_images
 from typer.testing import CliRunner
 
 import narrowgate as ng
@@ -63,6 +63,16 @@ def lenet():
         gates["fc1"].g[:10] = 0.0
         gates["fc1"].g[10:20] = 0.01  # a value of 1e-4
     return model.eval(), gates
+
+
+def test_rescaled_scales_are_measured_as_at_the_end_of_the_run(tmp_path):
+    path = write_images(tmp_path / "images.npz", 28, test=40)
+    settings = ("model.options.norm=true", "gates.kind=linear", "gates.rescale=0.1", "finish.threshold=0.4")
+    others = ("penalty.strength=0.0", "gates.lr_factor=1.0", "train.epochs=2")
+    result = train(LENET, tmp_path / "run", path, *settings, *others)
+    assert result.closed_by_threshold > 0 and result.parameters < 0.9 * result.parameters_full
+    curve = curve_of_run(tmp_path / "run", path, [0.0, 0.4])
+    assert curve["parameters"][1] == result.parameters < curve["parameters"][0]
 
 
 def test_each_threshold_closes_what_is_below_it_on_a_copy():

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import count, load_small, rows, train, write_images
+from engine_helpers import LENET, RESNET, count, load_small, rows, train, write_images
 from torch import nn
 
+from narrowgate.rivals.apg import ApgSgd
 from narrowgate.rivals.methods import METHODS
 from narrowgate.train.gating import attach
 from narrowgate.train.recipe import Recipe, RecipeError
+from narrowgate.train.setup import build
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 TINY = ("data.source='npz'", "train.epochs=2", "lr.drops=[]", "train.batch=16", "optimizer.lr=0.05", "train.seed=3")
@@ -120,9 +122,36 @@ def test_a_budget_leaves_the_share_to_close_out():
     assert Recipe.from_toml(with_budget.to_toml()) == with_budget
 
 
-def test_scaling_factors_without_their_steps_are_refused():
+@pytest.mark.parametrize(
+    "closing", ["penalty.strength=0.1", "budget.target=params: 30%", "finish.close=0.5", "finish.threshold=0.1"]
+)
+def test_scaling_factors_without_their_steps_are_refused(closing):
+    settings = ["method.name=as-written", "gates.kind=scaling", "finish.close=0.0", "finish.per_layer=false"]
+    Recipe.from_toml(text_of("magnitude"), settings)  # nothing is closed by its size there
     with pytest.raises(RecipeError, match="must not go below 0, which only"):
-        Recipe.from_toml(text_of("magnitude"), ["method.name=as-written", "gates.kind=scaling", "penalty.strength=0.1"])
+        Recipe.from_toml(text_of("magnitude"), [*settings, closing])
+
+
+def test_scaling_factors_stay_above_zero_without_a_strength():
+    recipe = Recipe.from_toml(text_of("sparse-selection"), ["penalty.strength=0.0"])
+    assert type(build(recipe, 4, (1, 28, 28), torch.device("cpu")).optimizer) is ApgSgd
+
+
+@pytest.mark.parametrize("when", ["end", "during"])
+def test_a_share_to_close_counts_the_channels_that_cuts_took(tmp_path, images, when):
+    cuts = (f"shrink.when={when}", "shrink.every=1", "shrink.share=0.0", "finish.close=0.7")
+    result = train(LENET, tmp_path / "run", images, *cuts)
+    assert any(row["event"] for row in rows(tmp_path / "run")) == (when == "during") and 0.2 < result.closed < 0.7
+    gates = build(Recipe.from_toml(LENET), 4, (1, 28, 28), torch.device("cpu")).gates
+    assert round(result.closed * gates.count) + result.closed_by_threshold == round(0.7 * gates.count)
+
+
+def test_gates_after_a_norm_weigh_the_parameters_of_the_layer_before_it():
+    places = ("before-norm", "after-norm")
+    recipes = [Recipe.from_toml(RESNET, ["method.name=l0", f"gates.placement={place}"]) for place in places]
+    at, after = (build(recipe, 4, (1, 8, 8), torch.device("cpu")).penalty for recipe in recipes)
+    assert list(after.weights.values()) == list(at.weights.values()) and max(at.weights.values()) == 576
+    assert "stages.0.0.bn2" in after.weights
 
 
 @pytest.mark.parametrize(

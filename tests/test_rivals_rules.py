@@ -121,6 +121,18 @@ def test_slimming_prunes_a_share_of_all_scales_by_size():
             close_smallest_(gates, share)
 
 
+@pytest.mark.parametrize(("per_layer", "closes"), [(False, [2, 2]), (True, [1, 3])])
+def test_a_share_to_close_is_of_the_gates_that_there_were(per_layer, closes):
+    model = Small()
+    gates = ng.attach_gates_(model, "linear")
+    with torch.no_grad():
+        model.bn1.weight.copy_(torch.tensor([0.1, 0.2, 0.8, 0.9]))
+        model.bn2.weight.copy_(torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7]))
+    # Of 17 gates, 8 are gone: 12 are to be closed. Of the first layer's 10, 6 are gone, and 7 are to be closed.
+    assert close_smallest_(gates, 0.7, per_layer, began={"bn1": 10, "bn2": 7}) == 4
+    assert [int((gate.g == 0).sum()) for gate in gates.modules()] == closes
+
+
 def test_l0_is_the_papers_estimate_of_the_gradient_with_a_strength_by_parameters():
     """One gated layer: the gradient through the sampled gate by its closed form, the penalty's by hand."""
     torch.manual_seed(0)

@@ -272,6 +272,42 @@ def test_the_composed_plan_saves_the_final_model(tmp_path):
     assert shrinker.plan.parameters_before == count(build())
 
 
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_what_was_gated_at_its_output_is_loaded_as_the_documentation_says(tmp_path):
+    """The shrinker's plan names gates that the model lacks before ``attach_gates_``."""
+
+    def fresh():
+        torch.manual_seed(0)
+        layers = OwnForward(3, 8, 3), nn.ReLU(), OwnForward(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)
+        return nn.Sequential(*layers).double()
+
+    model = fresh()
+    gates = ng.attach_gates_(model)
+    close_(gates, 2)
+    shrinker = Shrinker(model, image())
+    assert shrinker.shrink(0) is not None and "0.gate.g" in shrinker.plan.cuts
+    close_(gates, 1)
+    last = ng.plan(model, image())
+    small = ng.compact(model, last)
+    ng.save(small, last, tmp_path / "small")
+    again = ng.load(tmp_path / "small", lambda: ng.compact(fresh(), shrinker.plan))
+    x = image()
+    assert torch.equal(again(x), small(x)) and again[0].out_channels == 5
+    other = nn.Sequential(nn.Linear(3, 8)).double()
+    with pytest.raises(ng.PlanError, match="another model"):
+        ng.compact(other, shrinker.plan)
+
+
+def test_lbfgs_is_refused_before_the_run():
+    model, _ = gated()
+    with pytest.raises(ValueError, match="LBFGS keeps"):
+        Shrinker(model, image(), torch.optim.LBFGS(model.parameters()))
+
+
 def test_digests_tell_structures_apart():
     shrinkers = []
     for closed in (0, 3, 3, 4):

@@ -191,6 +191,7 @@ def test_tunes_samplers_draw_the_same_points_for_a_seed():
     first, again = (make_trials(axes, 20, drawing(seed=3)) for _ in range(2))
     assert first == again
     assert first != make_trials(axes, 20, drawing(seed=4))
+    assert first != make_trials(axes, 20, drawing(seed=2**63 - 1))  # the largest that a recipe takes
     strengths = [float(trial.settings[0].partition("=")[2]) for trial in first]
     assert all(1e-5 <= strength <= 1e-3 for strength in strengths)
     assert 5 <= sum(strength < 1e-4 for strength in strengths) <= 15  # by orders of magnitude: uniform draws give two

@@ -1,5 +1,6 @@
 """Norms whose running statistics do not fit are named once, and only where held-out accuracy suffers from it."""
 
+import math
 from collections import OrderedDict
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import narrowgate as ng
 from narrowgate import models
 from narrowgate.train import watch as watch_module
+from narrowgate.train.step import count_hits
 from narrowgate.train.variance import dropouts_before_norms
 
 IMAGES = torch.rand(4, 3, 8, 8)
@@ -147,9 +149,17 @@ def test_what_is_no_lag(tmp_path):
     lost, model = row(3, train_accuracy=0.5, accuracy=0.1), chained("conv", "bn", "end")
     looks = watch(tmp_path)
     assert looks.lagging_statistics(lost, model, lambda noisy: 0.2) == []  # batches' own statistics are no better
+    assert looks.lagging_statistics(lost, model, lambda noisy: math.nan) == []  # there is one image in all
     assert looks.lagging_statistics(lost, chained("conv", "end"), never) == []
     for accuracy in (None, 0.72, 0.97):  # as with overfitting
         assert looks.lagging_statistics(row(3, train_accuracy=1.0, accuracy=accuracy), model, never) == []
+
+
+@pytest.mark.parametrize(("noisy", "images"), [(True, 4), (False, 5)])
+def test_one_image_has_no_statistics_of_its_own(noisy, images):
+    model = chained("end", "bn", bn=nn.BatchNorm1d(3 * 8 * 8))
+    batches = [(IMAGES, torch.zeros(4)), (IMAGES[:1], torch.zeros(1))]
+    assert count_hits(model, batches, torch.device("cpu"), False, [model.bn] if noisy else []).tolist()[1] == images
 
 
 def test_statistics_are_behind_in_every_network_at_first(tmp_path):

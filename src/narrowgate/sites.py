@@ -64,7 +64,7 @@ def find_sites(
     """The gates to make, in the model's order, and why a layer was skipped; nothing is changed."""
     skipped: dict[str, str] = {}
     refused = _refusals(model)
-    followers = _norms_that_follow(model) if after_norm else {}
+    followers = norms_that_follow(model) if after_norm else {}
     inputs = inputs or _inputs_named_in(model)
     layers = layers_of(model)
     sites: list[Site] = []
@@ -185,7 +185,7 @@ def _refusals(model: nn.Module) -> dict[str, str]:
     return refused
 
 
-def _norms_that_follow(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+def norms_that_follow(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     """The BatchNorm registered directly behind a layer, in the same module and of the same width, by the layer's name.
 
     Not across modules: in a pre-activation network the norm of the next block normalises a sum, not this layer.

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
@@ -28,8 +29,10 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
     check_fits(model, plan)
     cuts = {**plan.cuts, **_gate_cuts(model, plan)}
-    if optimizer is not None:
+    if optimizer is not None and cuts:
+        check_can_follow(optimizer)
         _check_state(model, cuts, optimizer)
+        _check_new_biases(model, plan, optimizer)
     edited = _without_gates(model, edited_tensors(ungated(model), plan))
     done: set[int] = set()
     for name, tensor in tensors_of(model).items():
@@ -44,21 +47,58 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer |
     return model
 
 
-def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state does not have its parameters' shapes, before anything is changed."""
-    tensors = tensors_of(model)
-    if cuts and isinstance(optimizer, torch.optim.LBFGS):  # what it remembers of all parameters hangs on the first
+def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of a kind whose state can't be cut along, or is another's."""
+    if isinstance(optimizer, torch.optim.LBFGS):  # what it remembers of all parameters hangs on the first
         raise ValueError(
             "LBFGS keeps what it knows of all parameters in one vector, which can't be cut along. Make a new optimizer "
             "after compact_, and leave optimizer= out"
         )
-    for name in cuts:
-        for key, value in optimizer.state.get(tensors[name], {}).items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != tensors[name].shape:
+    for key, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:  # Accelerate's shares it
+            raise ValueError(
+                f"{type(optimizer).__name__} steps another optimizer, {type(inner).__name__}, whose state would not be "
+                f"cut along: hand over that one, optimizer.{key}"
+            )
+
+
+def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state does not have its parameters' shapes, before anything is changed."""
+    # Of a square weight, a statistic of its rows may have the weight's shape: other parameters' tell that it is none.
+    odd = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(parameter, Tensor) and not _goes_along(value, parameter)
+    }
+    tensors = tensors_of(model)
+    for name in [name for name in cuts if name in tensors]:
+        for key in optimizer.state.get(tensors[name], {}):
+            if key in odd:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of {name!r} in another shape than the parameter: its "
                     "state can't be cut along. Make a new optimizer after compact_, and leave optimizer= out"
                 )
+
+
+def _goes_along(value: object, parameter: Tensor) -> bool:
+    """Whether state can be cut as its parameter is, or stays as it is: a number has nothing to cut."""
+    if isinstance(value, Tensor):
+        return value.numel() <= 1 or value.shape == parameter.shape
+    return not any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in pytree.tree_leaves(value))
+
+
+def _check_new_biases(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a bias for a layer whose optimizer takes matrices only."""
+    if not isinstance(optimizer, getattr(torch.optim, "Muon", ())):  # PyTorch 2.9 and newer
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for edit in plan.edits.values():
+        if edit.new_bias and id(model.get_submodule(edit.layer).weight) in held:
+            raise ValueError(
+                f"a constant has to become a bias of {edit.layer!r}, which has none, and {type(optimizer).__name__}, "
+                "which trains its weight, takes matrices only: make the layer with a bias, for another optimizer"
+            )
 
 
 @torch.no_grad()
@@ -78,8 +118,8 @@ def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.
 
 
 def _like(values: Tensor, old: Tensor) -> Tensor:
-    """A copy in the memory format of what it replaces."""
-    return values.clone(memory_format=format_of(old))
+    """A copy in the memory format of what it replaces; the gradient of an embedding may be sparse and have none."""
+    return values.clone() if values.is_sparse else values.clone(memory_format=format_of(old))
 
 
 def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
@@ -142,3 +182,6 @@ def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizer
         state = optimizer.state.get(cast(Tensor, layer.weight), {})
         if state.keys() == {"momentum_buffer"} and isinstance(state["momentum_buffer"], Tensor):
             optimizer.state[layer.bias] = {"momentum_buffer": torch.zeros_like(layer.bias)}
+        if isinstance(optimizer, torch.optim.Adagrad) and state:  # its constructor makes state; older ones' step none
+            total = torch.full_like(layer.bias, optimizer.defaults["initial_accumulator_value"])
+            optimizer.state[layer.bias] = {"step": torch.zeros_like(state["step"]), "sum": total}

@@ -156,7 +156,7 @@ def plan(
     check_choices(constants, round_to, layout)
     if layout == "auto" and lacks_numbers(model):
         raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
-    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights)
+    return plan_traced(model, example_inputs, trace, layout, constants, round_to, training, weights, to_cut=True)
 
 
 def check_choices(constants: str, round_to: int, layout: str = "aligned") -> None:
@@ -179,8 +179,10 @@ def plan_traced(
     round_to: int,
     training: bool,
     weights: Weights | None = None,
+    *,
+    to_cut: bool = False,
 ) -> Plan:
-    """``plan`` with a way to trace that may remember."""
+    """``plan`` with a way to trace that may remember; ``to_cut``: for more than to count what would be left."""
     model, numbers = known_numbers(model, weights)
     plain = ungated(model)
     closed = closed_gates(model) if training else None
@@ -189,7 +191,7 @@ def plan_traced(
     fill_vectors_(plain, numbers, graph, constants)
     flow = swept(graph, plain, constants, closed, numbers)
     flow.walls += unknown_constants(flow)
-    pin_training_only(flow, plain, example_inputs, tracer)
+    pin_training_only(flow, plain, example_inputs, tracer, refuse=to_cut)
     while True:
         decision = decide(flow, round_to)
         made = build(flow, decision, plain, layout)

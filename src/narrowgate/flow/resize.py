@@ -25,6 +25,8 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, width)
     for name, module in model.named_modules(remove_duplicate=False):
+        if "weight" not in {*module._parameters, *module._buffers}:
+            continue  # none, or a computed one, which stays whole; spectral_norm's takes a step whenever it is read
         if isinstance(module, _ConvNd):
             module.groups = groups.get(name, module.groups)
             first, second = module.weight.shape[:2]

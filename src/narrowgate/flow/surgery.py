@@ -147,17 +147,19 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan made for another model, or one that was applied already; nothing is changed before this passes."""
     tensors = tensors_of(model)
     kind = type(model).__name__
+    modules = dict(model.named_modules(remove_duplicate=False))
+    gone = {name for name in plan.cuts if name not in tensors and _is_gate_of(modules, name)}
     for name in (*plan.cuts, *plan.edits, *(edit.bias for edit in plan.edits.values() if edit.bias)):
-        if name not in tensors:
+        if name not in tensors and name not in gone:
             raise PlanError(f"this plan is for another model: it names {name!r}, which {kind} lacks; plan again")
     for name, how in plan.cuts.items():
-        shape = tuple(tensors[name].shape)
+        shape = how.shape if name in gone else tuple(tensors[name].shape)
         if shape != how.shape:
             hint = "it was applied already" if shape == how.new_shape else "it was made for another model"
             raise PlanError(f"the plan expects {name!r} of shape {how.shape}, found {shape}: {hint}; plan again")
     for name in plan.widths:
         owner, _, attribute = name.rpartition(".")
-        module = dict(model.named_modules(remove_duplicate=False)).get(owner)
+        module = modules.get(owner)
         if module is None or type(vars(module).get(attribute)) is not int:
             raise PlanError(f"this plan changes the number {name!r}, which {kind} lacks; plan again")
     for name, edit in plan.edits.items():
@@ -167,3 +169,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         reach += [other for factors in edit.merged.values() for other in factors]
         if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
             raise PlanError(f"the plan edits channels that {name!r} of {kind} does not have; plan again")
+
+
+def _is_gate_of(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether this names a gate on the output of a layer that has none here: the plan was made with gates attached."""
+    layer = modules.get(name.removesuffix(".gate.g"))
+    return name.endswith(".gate.g") and layer is not None and not hasattr(layer, "gate")

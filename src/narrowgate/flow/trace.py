@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -77,7 +78,7 @@ def trace(
     if lacks_numbers(model):
         fakes, args, kwargs = fake_tensors(model, args, kwargs)
         model = copy_structure(model, fakes)
-    with in_mode(model, train, frozen), torch.no_grad(), warnings.catch_warnings():
+    with in_mode(model, train, frozen), _batches_not_counted(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _no_stack_traces():
@@ -244,6 +245,19 @@ def in_mode(model: nn.Module, train: bool, frozen: Collection[str] = ()) -> Iter
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def _batches_not_counted(model: nn.Module) -> Iterator[None]:
+    """A BatchNorm that averages over all batches reads their number, which can't be traced, for a factor alone."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.momentum is None]
+    for norm in norms:
+        norm.momentum = 0.1
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
 
 
 @contextmanager

@@ -15,24 +15,32 @@ from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op
 
 _WHY = "it runs in training only"
 _NOT_SEEN = "torch.export can't trace it in training mode, and what it does there alone is not seen"
+_REMEDY = "Give example inputs that it takes in training mode too, or cut it when training is over"
 _IN_BOTH_MODES = frozenset("batch_norm instance_norm dropout feature_dropout".split())
 _NONE = np.zeros(0, np.int64)
 
 
 def pin_training_only(
-    flow: Flow, model: nn.Module, example_inputs: ExampleInputs, tracer: Callable[..., Graph] = trace
+    flow: Flow,
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tracer: Callable[..., Graph] = trace,
+    *,
+    refuse: bool = False,
 ) -> None:
     """Keep what only training mode needs: the inputs of layers that the eval graph does not show, at full width.
 
     And for a model that goes on training, channels that are dead in eval mode only: noise or a shift may be added to
-    them in training.
+    them in training. ``refuse`` raises where such a model can't be traced in training mode: a cut might break it.
     """
     unseen = {name for name, _ in model.named_parameters()} - {name for name, uses in flow.uses.items() if uses}
     if not unseen and flow.closed is None:
         return
     try:
         graph = tracer(model, example_inputs, train=True, frozen=flow.frozen_norms)
-    except TraceError:
+    except TraceError as error:
+        if refuse and flow.closed is not None:
+            raise TraceError(f"what it does in training mode is not seen: {error}. {_REMEDY}") from error
         names = ", ".join(sorted({name.rpartition(".")[0] for name in unseen})[:3])
         what = "it does not run in eval mode; it may no longer fit in training" if unseen else _NOT_SEEN
         flow.walls.append(Wall(names or type(model).__name__, "not traced", what))

@@ -80,7 +80,7 @@ class RunData:
     data: str
     method: str
     held_out: str
-    """Which images the accuracies by epoch are of: ``validation`` or ``test``."""
+    """Which images the accuracies by epoch are of: ``validation``, ``test``, or, of image folders, ``held-out``."""
     before: Numbers
     """The network at full size; its accuracy is that of the trained network before channels were removed."""
     after: Numbers
@@ -120,13 +120,22 @@ def describe(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     else:
         strength = penalty["strength"]
         strength = "scheduled" if isinstance(strength, Mapping) else f"{strength:g}"
-        method = f"{gates['kind']} gates, {penalty['kind']} penalty, strength {strength}"
+        by = f"{penalty['kind']} penalty, strength {strength}" if penalty["strength"] else "no penalty"
+        method = f"{gates['kind']} gates, {by}"
+        if share := tables["finish"].get("close"):
+            method += f", {share:.0%} closed at the end"
     return {
         "network": f"{model['name']} ({options})" if options else str(model["name"]),
         "data": str(tables["data"]["source"]),
         "method": method,
-        "held_out": "validation" if tables["data"]["validation"] else "test",
+        "held_out": _held_out(tables["data"]),
     }
+
+
+def _held_out(data: Mapping[str, Any]) -> str:
+    if data["validation"]:
+        return "validation"
+    return "held-out" if data["source"] == "folder" else "test"  # a folder's val are not its test images if it has both
 
 
 def facts(

@@ -55,6 +55,7 @@ def _from_record(name: str, record: dict[str, Any]) -> RunData:
     tuned = record["recipe"]["finish"]["finetune_epochs"]
     words = describe(record["recipe"])
     result = {**record, "accuracy_removed": accuracy["after_removal"], "finetune_epochs": tuned}
+    result["validation_accuracy"] = accuracy["validation"]
     return RunData(
         name=name,
         finished=True,

@@ -33,7 +33,8 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 def is_result(run: Run) -> bool:
     """Whether a run stands beside a row of the paper: full length, all training images, a kind that it has."""
     whole = is_tested(run) and run.epochs >= EPOCHS.get(run.network, 0)
-    return whole and not run.steered and not run.taught and run.kind in {row.kind for row in FIGURE_2}
+    apart = run.steered or run.augmented or run.taught or run.unlike
+    return whole and not apart and run.kind in {row.kind for row in FIGURE_2}
 
 
 def is_tested(run: Run) -> bool:
@@ -90,6 +91,8 @@ def _why_apart(run: Run) -> str:
     short = [f"short: {EPOCHS[run.network]} in the paper"] if run.epochs < EPOCHS[run.network] else []
     given = ["given size"] if run.steered else []
     given += ["taught"] if run.taught else []
+    given += ["other images"] if run.augmented else []
+    given += run.unlike
     return ", ".join(given + short) or "not in the paper"
 
 

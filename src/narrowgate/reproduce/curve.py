@@ -15,6 +15,7 @@ from narrowgate.flow import CollapseError, compact, plan
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import Gates, gates_of
 from narrowgate.reproduce.record import RecordError
+from narrowgate.rivals.wiring import rescale_
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import load_data
 from narrowgate.train.feed import Place, held_out_batches
@@ -110,6 +111,8 @@ def curve_of_run(
     assert parts.gates is not None
     Shrinker(parts.model, example).load_state_dict(saved.meta["shrinker"])
     load_model_(parts.model, saved.tensors)
+    if recipe.gates.rescale != 1:  # back to the scales that finish.threshold is about
+        rescale_(parts.model, example, 1 / recipe.gates.rescale)
 
     @torch.no_grad()
     def accuracy(model: nn.Module) -> float:

@@ -18,6 +18,9 @@ _GATES = {"exponential": "exp", "linear": "lin"}  # as the paper calls them; oth
 _IMAGENET = {25_557_032: "resnet50", 3_504_872: "mobilenetv2"}
 """The networks of the paper by their parameters with 1000 classes: a recipe does not say which folder it read."""
 
+_IMAGES = {"cifar100": "crop-flip", "imagenet": "imagenet"}
+"""How the paper augments training images; MNIST's not at all."""
+
 _DEFAULTS = json.loads(  # lists, not tuples, as in a record
     json.dumps(Recipe.from_toml("model.name = 'x'\ndata.source = 'npz'\ntrain.epochs = 1").tables())
 )
@@ -50,8 +53,11 @@ class Run:
     steered: bool = False
     """Whether the size was given (``budget.target``), not the strength."""
     augmented: bool = False
+    """Whether training images were changed in a way that the paper's were not."""
     taught: bool = False
     """Whether another network's answers were learned beside the labels."""
+    unlike: tuple[str, ...] = ()
+    """What else was done that the paper does not do, in words."""
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -129,8 +135,9 @@ def _from_record(name: str, record: Mapping[str, Any]) -> Run:
         widths=_lenet_widths(record) if network == "lenet5" else None,
         curve=record.get("curve"),
         steered=bool(tables["budget"]["target"]),
-        augmented=tables["data"]["augment"] != "none",
+        augmented=tables["data"]["augment"] not in ("none", _IMAGES.get(data)),
         taught="teacher" in record,
+        unlike=tuple(_unlike(tables)),
     )
 
 
@@ -207,7 +214,17 @@ def _settings(tables: Mapping[str, Mapping[str, Any]]) -> str:
     words += {"shift": ["images shifted"], "warp": ["images warped"]}.get(tables["data"]["augment"], [])
     words += [f"smoothing {tables['train']['label_smoothing']:g}"] if tables["train"]["label_smoothing"] else []
     words += [f"{tables['finish']['finetune_epochs']} fine-tuned"] if tables["finish"]["finetune_epochs"] else []
-    return ", ".join(words)
+    return ", ".join([*words, *_unlike(tables)])
+
+
+def _unlike(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a recipe of the paper's kinds has that none of the paper's has; absent keys came after the record."""
+    gates, penalty, shrink, finish = (tables[name] for name in ("gates", "penalty", "shrink", "finish"))
+    words = [f"batches up to {shrink['batch']}"] if shrink.get("batch") else []
+    words += [f"{finish['close']:.0%} closed at the end"] if finish.get("close") else []
+    words += [f"weighted by {penalty['weights']}"] if penalty.get("weights", "equal") != "equal" else []
+    words += [f"scales x{gates['rescale']:g}"] if gates.get("rescale", 1) != 1 else []
+    return words
 
 
 def _taught(record: Mapping[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ class Resources:
 
 def drawing(seed: int) -> Draw:
     """Tune's samplers, with a seed."""
-    state = np.random.RandomState(seed)
+    state = np.random.RandomState(seed % 2**32)  # which takes no larger ones; a recipe does
 
     def draw(found: Range) -> Iterator[float]:
         if found.whole:  # Tune leaves the upper end out

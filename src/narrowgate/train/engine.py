@@ -85,8 +85,8 @@ def _finish(training: Training, folder: Path) -> Result:
     earlier = None if training.shrinker is None else training.shrinker.plan
     gated = training.accuracy(parts.model, "test")
     closed = training.closed_fraction()  # without the threshold's
-    full = training.full.parameters
-    pruned = prune(parts.model, parts.gates, recipe, training.example, full, earlier, training.team.agree)
+    full, agree = training.full.parameters, training.team.agree
+    pruned = prune(parts.model, parts.gates, recipe, training.example, full, parts.began, earlier, agree)
     size = Size.of(pruned.small, training.example)
     removed = training.accuracy(pruned.small, "test")
     if recipe.finish.finetune_epochs:

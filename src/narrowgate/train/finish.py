@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,13 @@ def prune(
     recipe: Recipe,
     example: Tensor,
     full_size: int,
+    began: Mapping[str, int],
     earlier: Plan | None,
     agree: Callable[[Plan], Plan],
 ) -> Pruned:
     """A smaller copy of the trained model as the recipe's ``[shrink]`` and ``[finish]`` say.
 
+    ``full_size`` and ``began`` are the parameters, and each layer's gates, of the network before any removal.
     ``earlier`` is what was removed during training; the plan that comes back is for the full-size network. ``agree``
     gives all processes the plan of one: the auto layout goes by times that each of them measures.
     """
@@ -117,7 +119,7 @@ def prune(
     if gates is not None and threshold > 0:
         closed = gates.close_below_(threshold)
     if gates is not None and recipe.finish.close > 0:
-        closed += close_smallest_(gates, recipe.finish.close, recipe.finish.per_layer)
+        closed += close_smallest_(gates, recipe.finish.close, recipe.finish.per_layer, began)
     if recipe.shrink.when == "off":
         return Pruned(*_whole(model, full_size), None, closed)
     part = recipe.shrink

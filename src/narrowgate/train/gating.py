@@ -13,6 +13,7 @@ from narrowgate.gateset import Gates
 from narrowgate.rivals.filters import Filters, filters_of
 from narrowgate.rivals.scaling import use_scaling_gates_
 from narrowgate.rivals.wiring import memory_weights, rescale_
+from narrowgate.sites import norms_that_follow
 from narrowgate.train.recipe import GatesPart, Recipe, RecipeError
 from narrowgate.train.recipe.values import did_you_mean
 
@@ -86,7 +87,8 @@ def weights_of(recipe: Recipe, model: nn.Module, gates: Gates, example: Tensor) 
         found = memory_weights(model, example)
         weights = {name: found[name] for name in gates}
     elif part.weights == "parameters":
-        weights = {name: _parameters(model, name, gates[name].size) for name in gates}
+        layers = {norm: layer for layer, (norm, _) in norms_that_follow(model).items()}  # of gates after the norm
+        weights = {name: _parameters(model, layers.get(name, name), gates[name].size) for name in gates}
     for pattern, factor in part.factors.items():
         matching = [name for name in gates if fnmatchcase(name, pattern)]
         if not matching:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -86,18 +86,22 @@ def _largest(key: Tensor, count: int) -> Tensor:
     return chosen & (key > 0)
 
 
-def close_smallest_(gates: Gates, share: float, per_layer: bool = False) -> int:
+def close_smallest_(gates: Gates, share: float, per_layer: bool = False, began: Mapping[str, int] | None = None) -> int:
     """Close the smallest gates until this share of all is closed, or of each layer's; return how many that closed.
 
-    Closed gates count, and each layer keeps its largest.
+    Closed gates count, and each layer keeps its largest. After cuts, ``began`` says how many gates each layer had
+    before: those that are gone count as closed.
     """
     if not 0 <= share < 1:
         raise ValueError(f"the share of gates to close must be 0 or more and below 1, got {share!r}")
     modules = gates.modules()
+    whole = {name: gates[name].size for name in gates} | dict(began or {})
     before = sum(int((gate.final_value() == 0).sum()) for gate in modules)
-    for members in [[gate] for gate in modules] if per_layer else [modules]:
+    for names in [[name] for name in gates] if per_layer else [gates.names]:
+        members = [gates[name] for name in names]
         ranks = Ranking(members, [gate.g.detach().flatten().tolist() for gate in members], 0.0)
-        ranks.close_(min(max(round(share * ranks.count), ranks.closed), ranks.most))
+        count = sum(whole[name] for name in names)
+        ranks.close_(min(max(round(share * count) - (count - ranks.count), ranks.closed), ranks.most))
     return sum(int((gate.final_value() == 0).sum()) for gate in modules) - before
 
 

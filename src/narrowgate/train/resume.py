@@ -45,6 +45,12 @@ def restore(training: Training, saved: Saved | None) -> None:
             training.fit_batch(Size.of(parts.model, training.example))
         training.show.begin(training.epoch)
         training.show.notice(f"going on after epoch {training.epoch}, from {saved.path}")
+        world = training.place.world
+        if (began := meta.get("processes", world)) != world:  # checkpoints of earlier versions do not say
+            training.show.notice(
+                f"this run had {began} processes and goes on with {world}: each takes train.batch images a step, so "
+                "its steps are others from here on"
+            )
     training.rewind_log()
 
 
@@ -59,5 +65,6 @@ def _pack(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "seconds": training.seconds,
         "best": training.best,
         "left": asdict(training.left),
+        "processes": training.place.world,
     }
     return {**pack_model(parts.model), **tensors}, meta

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Parts:
     gates: Gates | None
     penalty: Penalty | None
     optimizer: torch.optim.Optimizer
+    began: Mapping[str, int] = field(default_factory=dict)
+    """How many gates each layer has before any cut."""
 
 
 def plain_model(recipe: Recipe, classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
@@ -46,7 +49,8 @@ def build(recipe: Recipe, classes: int, image_shape: tuple[int, int, int], devic
     example = torch.zeros(2, *image_shape, device=device)
     gates = attach(recipe, model, example)
     penalty = None
-    if gates is not None and (recipe.penalty.strength or recipe.budget.target):
+    # Accelerated steps keep factors at 0 or above, whatever the strength.
+    if gates is not None and (recipe.penalty.strength or recipe.budget.target or recipe.penalty.accelerated):
         penalty = Penalty(
             gates,
             recipe.penalty.kind,
@@ -56,7 +60,8 @@ def build(recipe: Recipe, classes: int, image_shape: tuple[int, int, int], devic
             weights_of(recipe, model, gates, example),
             recipe.penalty.relative,
         )
-    return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device, penalty))
+    began = {} if gates is None else {name: gates[name].size for name in gates}
+    return Parts(model, gates, penalty, make_optimizer(recipe, model, gates, device, penalty), began)
 
 
 def make_optimizer(

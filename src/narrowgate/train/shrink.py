@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.inplace import compact_
+from narrowgate.flow.inplace import check_can_follow, compact_
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
@@ -247,6 +247,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int
         raise ValueError(f"share must be between 0 and 1, got {share}")
     if optimizer is None:
         return
+    check_can_follow(optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(

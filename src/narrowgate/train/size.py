@@ -79,7 +79,8 @@ class Size:
 
     def meet(self, ranks: Ranking, known: dict[int, float]) -> int:
         """How many have to close for the target, and hardly more."""
-        return self.search(ranks, known, self.middle, self.slack)
+        self.search(ranks, known, self.middle, self.slack)
+        return min(known, key=lambda closed: self._miss(known[closed]))
 
     def search(self, ranks: Ranking, known: dict[int, float], target: float, tolerance: float) -> int:
         """How many have to close to come this near to a share; what is found out on the way is kept in ``known``."""
@@ -90,10 +91,10 @@ class Size:
         best, order = closed, ranks.order
         place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
         for _ in range(_TRIES):
-            if abs(known[best] - self.middle) <= 2 * self.near or place >= ranks.most:
+            if self._miss(known[best]) <= self.near or place >= ranks.most:
                 break
             left = self.left(ranks, place + 1)
-            if abs(left - self.middle) < abs(known[best] - self.middle):
+            if self._miss(left) < self._miss(known[best]):
                 best, order, known[place + 1] = place + 1, ranks.order, left
             if left > self.target:
                 place += 1
@@ -101,6 +102,10 @@ class Size:
                 ranks.postpone(place)
         ranks.order = order
         return best
+
+    def _miss(self, left: float) -> float:
+        """How far below the target this is; what exceeds it is worse than all that does not."""
+        return self.target - left if left <= self.target else 1 + left
 
     def left(self, ranks: Ranking, closed: int) -> float:
         """The share of the network that this many closed gates leave; the gates stay as they are."""

@@ -8,7 +8,7 @@ from narrowgate.rivals.methods import METHODS
 from narrowgate.train.recipe.checks import refuse
 from narrowgate.train.recipe.gating import RIVALS, GatesPart, MethodPart, PenaltyPart
 from narrowgate.train.recipe.part import Part, shown
-from narrowgate.train.recipe.parts import BudgetPart, OptimizerPart, ShrinkPart
+from narrowgate.train.recipe.parts import BudgetPart, FinishPart, OptimizerPart, ShrinkPart
 from narrowgate.train.recipe.values import Number
 
 
@@ -25,7 +25,12 @@ def check_method(method: MethodPart, parts: Sequence[Part], tables: Mapping[str,
 
 
 def check_rivals(
-    gates: GatesPart, penalty: PenaltyPart, optimizer: OptimizerPart, budget: BudgetPart, shrink: ShrinkPart
+    gates: GatesPart,
+    penalty: PenaltyPart,
+    optimizer: OptimizerPart,
+    budget: BudgetPart,
+    shrink: ShrinkPart,
+    finish: FinishPart,
 ) -> None:
     """Gates and steps of the rival methods must fit each other and the rest."""
     _check_gates(gates, budget, shrink)
@@ -34,7 +39,8 @@ def check_rivals(
         raise refuse(
             'needs penalty.proximal = true, gates.kind = "scaling" and optimizer.kind = "sgd"', (penalty, "accelerated")
         )
-    if gates.kind == "scaling" and penalty.strength != 0 and not penalty.accelerated:
+    closing = penalty.strength != 0 or budget.target or finish.close or finish.threshold
+    if gates.kind == "scaling" and closing and not penalty.accelerated:
         raise refuse(
             "scaling factors must not go below 0, which only penalty.accelerated = true sees to; set it, and "
             "penalty.proximal = true",
