@@ -232,6 +232,20 @@ def test_the_scale_of_the_gradients_is_not_forgotten():
     assert all(state["square_avg"].any() for state in states)
 
 
+def test_the_optimizer_that_has_the_gates_is_found_among_several():
+    model, gates = gated()
+    others = [p for name, p in model.named_parameters() if not name.endswith(".g")]
+    optimizers = [torch.optim.SGD(each, 0.1, momentum=0.9) for each in (others, gates.parameters())]
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    budget = Budget("flops: 30%", model, EXAMPLE, penalty, 10, optimizer=optimizers)
+    (model(torch.randn_like(EXAMPLE)).sum() + penalty()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    budget.step(6)
+    others, pulled = ([state["momentum_buffer"].any() for state in each.state.values()] for each in optimizers)
+    assert any(others) and pulled and not any(pulled)
+
+
 def test_the_target_is_held():
     model, gates = gated()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -195,3 +195,19 @@ def test_the_example_meets_its_budget(tmp_path, monkeypatch, capsys):
     assert len(still_open) == 5 and all(0 < int(left) <= int(all_) for _, left, all_ in still_open)
     small = ng.load(tmp_path / "small", lambda: functions["build"]("vit_tiny_patch16_224", 2, False, True))
     assert sum(p.numel() for p in small.parameters()) == after
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_the_channels_of_gpt2s_own_layers_have_gates_and_go(layout):
+    model, gates, x = gated("gpt2", "channels")
+    layers = [f"h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert gates.names == layers[:-1]  # the last one's outputs are the model's
+    for gate in gates.modules():
+        gate.close_(torch.arange(gate.size) % 3 == 0)
+    expected = output(model, x)
+    plan = ng.plan(model, x, layout=layout)
+    small = ng.compact(model, plan)
+    assert_same(output(small, x), expected, rtol=0, atol=1e-9)
+    gone = len(range(0, MLP, 3)) * NEURON
+    assert plan.parameters_before - plan.parameters_after >= 2 * gone
+    assert all(block.mlp.c_fc.nf == MLP - len(range(0, MLP, 3)) for block in small.h)

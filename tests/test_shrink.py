@@ -95,6 +95,38 @@ def test_a_run_that_shrinks_is_the_run_that_does_not(optimizer, device):
     assert_same_function(large.cpu(), small.cpu(), image())
 
 
+def test_several_optimizers_are_cut_along():
+    large, gates = gated()
+    spread_gates_(gates, closed=0.0)
+
+    def two(model):
+        """SGD for convolutions, AdamW for the rest."""
+        matrices, others = ([p for p in without_gates(model) if (p.dim() > 1) is many] for many in (True, False))
+        return [torch.optim.SGD(matrices, 0.05, momentum=0.9), torch.optim.AdamW(others, 0.01, weight_decay=0.0)]
+
+    def steps(model, optimizers, batches):
+        for x, y in batches:
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    first = two(large.train())
+    steps(large, first, data(2))
+    close_(gates)
+    small, second = copy.deepcopy((large, first))
+    assert Shrinker(small, image(), second, every=1).step(0) is not None
+    more = data(3)
+    steps(large, first, more)
+    steps(small, second, more)
+    assert_same_function(large, small, image())
+    fresh = gated()[0]
+    with pytest.raises(ValueError, match="AdamW holds no parameter"):
+        Shrinker(fresh, image(), [two(fresh)[0], second[1]])
+    with pytest.raises(TypeError, match="got StepLR"):
+        Shrinker(fresh, image(), [torch.optim.lr_scheduler.StepLR(two(fresh)[0], 1)])
+
+
 def test_it_looks_every_few_epochs_and_cuts_when_enough_has_closed():
     model, gates = gated()
     shrinker = Shrinker(model, image(), every=3, share=0.2)

@@ -20,6 +20,7 @@ from narrowgate.swap import (
     has_gated_class,
     has_lazy_weights,
     in_channels,
+    is_conv1d,
     out_channels,
 )
 
@@ -49,8 +50,12 @@ class Site:
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every convolution and linear layer of a model, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))]
+    """Every convolution and linear layer of a model, by name; GPT-2's Conv1D is a linear one."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (_ConvNd, nn.Linear)) or is_conv1d(module)
+    ]
 
 
 def find_sites(

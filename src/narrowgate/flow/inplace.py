@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +17,51 @@ from narrowgate.flow.ungated import ungated
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
 
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What trains a model: one, several that share its parameters, or unknown."""
+
 
 @torch.inference_mode(False)  # a tensor made in that mode could never train
-def compact_(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> nn.Module:
     """Apply a plan to the model itself: parameters keep their identity, so optimizers and param groups stay valid.
 
     Gradients, and state tensors of the optimizer that have their parameter's shape (momentum, Adam's moments), are cut
-    along, and memory formats stay. Use a plan made with ``training=True``, which trusts closed gates only. Exponential
-    moving averages are models of their own: call this on them with the same plan.
+    along, and memory formats stay; several optimizers are handed over as a list. Use a plan made with
+    ``training=True``, which trusts closed gates only. Exponential moving averages are models of their own: call this on
+    them with the same plan.
     """
     if plan.layout != "aligned":
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
     check_fits(model, plan)
     cuts = {**plan.cuts, **_gate_cuts(model, plan)}
-    if optimizer is not None and cuts:
-        check_can_follow(optimizer)
-        _check_state(model, cuts, optimizer)
-        _check_new_biases(model, plan, optimizer)
+    optimizers = optimizers_of(optimizer)
+    for each in optimizers if cuts else ():
+        check_can_follow(each)
+        _check_state(model, cuts, each)
+        _check_new_biases(model, plan, each)
     edited = _without_gates(model, edited_tensors(ungated(model), plan))
     done: set[int] = set()
     for name, tensor in tensors_of(model).items():
         if id(tensor) in done or not (name in cuts or name in edited):
             continue
         done.add(id(tensor))
-        _replace_(tensor, edited.get(name, tensor.detach()), cuts.get(name), optimizer)
+        _replace_(tensor, edited.get(name, tensor.detach()), cuts.get(name), optimizers)
     for edit in plan.edits.values():
         if edit.new_bias:
-            _add_bias_(model, plan, edit, edited[f"{edit.layer}.bias"], optimizer)
+            _add_bias_(model, plan, edit, edited[f"{edit.layer}.bias"], optimizers)
     resize_(model, plan.edits, plan.widths)
     return model
+
+
+def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """All that were handed over."""
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in found:
+        if not hasattr(each, "param_groups") or not hasattr(each, "state"):
+            raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__name__}")
+    return found
 
 
 def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
@@ -102,19 +119,20 @@ def _check_new_biases(model: nn.Module, plan: Plan, optimizer: torch.optim.Optim
 
 
 @torch.no_grad()
-def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizer: torch.optim.Optimizer | None) -> None:
+def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizers: list[torch.optim.Optimizer]) -> None:
     shape, grad = tensor.shape, tensor.grad
     new = _like(values if how is None else cut(values, how), tensor)
     # A change of dtype makes autograd forget the old shape, which a loss that is still alive would hold it to.
     tensor.data = torch.empty(0, dtype=torch.float64 if tensor.dtype == torch.float32 else torch.float32)
     tensor.data = new
     tensor.grad = grad if grad is None or how is None else _like(cut(grad, how), grad)
-    if optimizer is None or how is None:
+    if how is None:
         return
-    state: dict[str, Any] = optimizer.state.get(tensor, {})
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == shape:
-            state[key] = _like(cut(value, how), value)
+    for optimizer in optimizers:
+        state: dict[str, Any] = optimizer.state.get(tensor, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shape:
+                state[key] = _like(cut(value, how), value)
 
 
 def _like(values: Tensor, old: Tensor) -> Tensor:
@@ -166,22 +184,27 @@ def _divide(raw: Tensor, effective: Tensor, wanted: Tensor, factor: Tensor) -> T
     return torch.where(changed, wanted / factor, raw)
 
 
-def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+def _add_bias_(model: nn.Module, plan: Plan, edit: Edit, bias: Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
     layer = model.get_submodule(edit.layer)
     how = plan.cuts.get(edit.weight)
     rows = how.keep.get(1 if edit.transposed else 0) if how is not None else None
     kept = bias if rows is None else bias[torch.tensor(rows, device=bias.device)]
     layer.bias = nn.Parameter(kept.clone(), cast(Tensor, layer.weight).requires_grad)  # a frozen layer stays so
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            if any(parameter is layer.weight for parameter in group["params"]):
-                group["params"].append(layer.bias)
-                group.get("param_names", []).append(f"{edit.layer}.bias")
-        # Fused SGD takes momentum for all parameters or for none; zero is what the first step would start from. Others
-        # with such a buffer, as RMSprop, keep more beside it, and make all of it for a parameter without state.
-        state = optimizer.state.get(cast(Tensor, layer.weight), {})
-        if state.keys() == {"momentum_buffer"} and isinstance(state["momentum_buffer"], Tensor):
-            optimizer.state[layer.bias] = {"momentum_buffer": torch.zeros_like(layer.bias)}
-        if isinstance(optimizer, torch.optim.Adagrad) and state:  # its constructor makes state; older ones' step none
-            total = torch.full_like(layer.bias, optimizer.defaults["initial_accumulator_value"])
-            optimizer.state[layer.bias] = {"step": torch.zeros_like(state["step"]), "sum": total}
+    for optimizer in optimizers:
+        _train_bias_(optimizer, edit.layer, cast(Tensor, layer.weight), layer.bias)
+
+
+def _train_bias_(optimizer: torch.optim.Optimizer, layer: str, weight: Tensor, bias: Tensor) -> None:
+    """Put a new bias into its weight's group, with the state that the next step wants to find."""
+    for group in optimizer.param_groups:
+        if any(parameter is weight for parameter in group["params"]):
+            group["params"].append(bias)
+            group.get("param_names", []).append(f"{layer}.bias")
+    # Fused SGD takes momentum for all parameters or for none; zero is what the first step would start from. Others
+    # with such a buffer, as RMSprop, keep more beside it, and make all of it for a parameter without state.
+    state = optimizer.state.get(weight, {})
+    if state.keys() == {"momentum_buffer"} and isinstance(state["momentum_buffer"], Tensor):
+        optimizer.state[bias] = {"momentum_buffer": torch.zeros_like(bias)}
+    if isinstance(optimizer, torch.optim.Adagrad) and state:  # its constructor makes state; older ones' step none
+        total = torch.full_like(bias, optimizer.defaults["initial_accumulator_value"])
+        optimizer.state[bias] = {"step": torch.zeros_like(state["step"]), "sum": total}

@@ -17,6 +17,7 @@ from narrowgate.measure.counts import summarize
 from narrowgate.measure.runners import MODES, Call, UnavailableError, device_or_why_not, prepare
 from narrowgate.measure.timings import Latency, Missing, Spread, Timing
 from narrowgate.sites import layers_of
+from narrowgate.swap import is_conv1d
 
 __all__ = ["ChoiceError", "Latency", "Missing", "Spread", "Timing", "latency"]
 
@@ -173,7 +174,7 @@ def _seconds(call: Call, device: str, count: int) -> float:
 def _width(layer: nn.Module) -> int:
     """Output channels that are computed, which in the scatter layout are fewer than the layer says."""
     assert isinstance(layer.weight, Tensor)
-    return layer.weight.shape[1 if isinstance(layer, _ConvTransposeNd) else 0]
+    return layer.weight.shape[1 if isinstance(layer, _ConvTransposeNd) or is_conv1d(layer) else 0]
 
 
 def _placed(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:

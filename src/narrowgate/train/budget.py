@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.dtensors import is_sharded
+from narrowgate.flow.inplace import Optimizers, optimizers_of
 from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
@@ -77,7 +78,7 @@ class Budget:
         example_inputs: what the model is traced with, as for ``ng.plan``.
         penalty: the one whose strength is moved; a schedule that it had ends, with ``steer`` now, else at the target.
         epochs: how long the run is.
-        optimizer: the gates' momentum is cleared when the penalty ends.
+        optimizer: the gates' momentum is cleared when the penalty ends; a list where there are several.
         arrive: when the target is met, as a share of the epochs; without ``steer``, by when at the latest.
         steer: move the strength, and close gates on the way; without, leave the penalty its strength or schedule.
         threshold: gates below this count as closed, for linear gates that never are exactly.
@@ -94,7 +95,7 @@ class Budget:
         penalty: Penalty,
         epochs: int,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         threshold: float = 0.0,
         arrive: float = 0.7,
         steer: bool = True,
@@ -279,7 +280,8 @@ class Budget:
             if isinstance(gate, HardConcreteGate):  # its samples would go on closing it
                 with torch.no_grad():
                     gate.g.copy_(torch.where(gate.final_value() > 0, gate.g.clamp(min=_WIDE_OPEN), gate.g))
-            state = {} if self.optimizer is None else self.optimizer.state.get(gate.g, {})
-            for momentum in _MOMENTA & state.keys():
-                if isinstance(state[momentum], Tensor):  # SGD's is None without momentum
-                    state[momentum].zero_()
+            for optimizer in optimizers_of(self.optimizer):
+                state = optimizer.state.get(gate.g, {})
+                for momentum in _MOMENTA & state.keys():
+                    if isinstance(state[momentum], Tensor):  # SGD's is None without momentum
+                        state[momentum].zero_()

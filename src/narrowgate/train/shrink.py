@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.inplace import check_can_follow, compact_
+from narrowgate.flow.inplace import Optimizers, check_can_follow, compact_, optimizers_of
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
@@ -58,6 +58,7 @@ class Shrinker:
 
     Args:
         example_inputs: what the model is traced with, as for ``ng.plan``.
+        optimizer: what trains the model; a list where several share its parameters.
         every: look after each so many epochs; 0 looks at every call.
         share: cut when this share of the gates that are left has closed since the last look that led to a plan.
         constants: as for ``ng.plan``.
@@ -68,7 +69,7 @@ class Shrinker:
         self,
         model: nn.Module,
         example_inputs: ExampleInputs,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         every: int = 5,
         share: float = 0.05,
@@ -133,7 +134,7 @@ class Shrinker:
         """Cut a fresh full-size model as an earlier run was, to resume it; then load the weights and the state."""
         if self._plan is not None:
             raise ValueError("this model was cut already; restore_ is for a fresh one at full size")
-        if self.optimizer is not None and _has_stepped(self.optimizer):
+        if any(_has_stepped(optimizer) for optimizer in optimizers_of(self.optimizer)):
             raise ValueError("the optimizer has state already; restore the plan first, then load the optimizer's state")
         compact_(self.model, plan, optimizer=self.optimizer)
         self._plan = plan
@@ -211,7 +212,7 @@ def own_forward(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def close_removed_groups_(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def close_removed_groups_(model: nn.Module, optimizer: Optimizers) -> None:
     """Keep the numbers of groups that were cut away closed.
 
     A group's number stays in its gate when its last row or column goes; momentum would open it again, and the group
@@ -224,8 +225,8 @@ def close_removed_groups_(model: nn.Module, optimizer: torch.optim.Optimizer | N
     for gate, numbers in left.items():
         gone = torch.tensor([number not in numbers for number in range(gate.size)], device=gate.g.device)
         gate.close_(gone)
-        state = {} if optimizer is None else optimizer.state.get(gate.g, {})
-        for value in (gate.g.grad, *state.values()):
+        states = [each.state.get(gate.g, {}) for each in optimizers_of(optimizer)]
+        for value in (gate.g.grad, *(value for state in states for value in state.values())):
             if isinstance(value, Tensor) and value.shape == gate.g.shape:
                 value[gone] = 0.0
 
@@ -235,7 +236,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int, share: float) -> None:
+def _check(model: nn.Module, optimizer: Optimizers, every: int, share: float) -> None:
     if isinstance(model, WRAPPERS):
         raise TypeError(
             f"Shrinker needs the model inside {type(model).__name__}: pass model.module, and wrap it again after each "
@@ -245,8 +246,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, every: int
         raise ValueError(f"every must be 0 or above, got {every}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, got {share}")
-    if optimizer is None:
-        return
+    for each in optimizers_of(optimizer):
+        _check_optimizer(model, each)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     check_can_follow(optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in model.parameters()):
