@@ -193,7 +193,7 @@ class FinishPart(Part):
     threshold: float | None = field(
         default=None,
         metadata=key(
-            Number(0, optional=True), "close gates up to this value; `none`: 1e-4 for linear gates, 0 for others"
+            Number(0, optional=True), "close gates below this value; `none`: 1e-4 for linear gates, 0 for others"
         ),
     )
     close: float = field(
