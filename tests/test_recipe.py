@@ -218,6 +218,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override, message):
         (["shrink.batch=512", "shrink.when=end"], ["shrink.batch", "shrink.when"]),
         (["shrink.batch=8", "shrink.when=during", "train.batch=16"], ["shrink.batch", "train.batch"]),
         (["shrink.batch=512", "shrink.when=during", "optimizer.kind=adamw"], ["shrink.batch", "optimizer.kind"]),
+        (["shrink.when=off", "budget.target=params: 30%"], ["shrink.when", "budget.target"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(overrides, keys):

@@ -127,8 +127,14 @@ def check_finish(finish: FinishPart, gates: GatesPart, budget: BudgetPart) -> No
             raise refuse("there are no gates to close; leave it out", (finish, name), (gates, "kind"))
 
 
-def check_shrink(shrink: ShrinkPart, optimizer: OptimizerPart, train: TrainPart) -> None:
-    """Batches grow with a network that shrinks, under sgd, whose learning rate can grow along."""
+def check_shrink(shrink: ShrinkPart, optimizer: OptimizerPart, train: TrainPart, budget: BudgetPart) -> None:
+    """A size needs a removal; batches grow with a network that shrinks, under sgd, whose rate can grow along."""
+    if budget.target and shrink.when == "off":
+        raise refuse(
+            'nothing is removed, so no size can be met; set shrink.when to "end" or "during"',
+            (shrink, "when"),
+            (budget, "target"),
+        )
     if not shrink.batch:
         return
     if shrink.when != "during":

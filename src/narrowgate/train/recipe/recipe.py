@@ -56,7 +56,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_together(self.data, self.gates, self.penalty, self.optimizer, self.lr, self.train, self.budget)
-        check_shrink(self.shrink, self.optimizer, self.train)
+        check_shrink(self.shrink, self.optimizer, self.train, self.budget)
         check_method(self.method, self.parts(), self.tables())
         check_rivals(self.gates, self.penalty, self.optimizer, self.budget, self.shrink, self.finish)
         check_finish(self.finish, self.gates, self.budget)
