@@ -123,7 +123,8 @@ def _remove(job: Job, training: Training, split: str) -> tuple[nn.Module, Plan, 
     else:
         earlier = None if training.shrinker is None else training.shrinker.plan
         full = training.full.parameters
-        pruned = prune(parts.model, parts.gates, training.recipe, training.example, full, earlier, training.team.agree)
+        agree = training.team.agree
+        pruned = prune(parts.model, parts.gates, training.recipe, training.example, full, parts.began, earlier, agree)
         small, plan, zeroed = pruned.small, pruned.plan, _outputs(training, parts.model, split)
     outputs = _outputs(training, small, split)
     found = {"scale": float(trained.std()), "whole_step": _difference(trained, outputs)}
