@@ -21,7 +21,6 @@ from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
 from narrowgate.train.data import Data, load_data
 from narrowgate.train.feed import Place, held_out_batches
-from narrowgate.train.finish import prune
 from narrowgate.train.setup import Parts, make_optimizer
 from narrowgate.train.show import Show
 from narrowgate.train.training import Training
@@ -121,10 +120,7 @@ def _remove(job: Job, training: Training, split: str) -> tuple[nn.Module, Plan, 
     elif parts.gates is None:
         small = copy.deepcopy(parts.model)
     else:
-        earlier = None if training.shrinker is None else training.shrinker.plan
-        full = training.full.parameters
-        agree = training.team.agree
-        pruned = prune(parts.model, parts.gates, training.recipe, training.example, full, parts.began, earlier, agree)
+        pruned = training.pruned()
         small, plan, zeroed = pruned.small, pruned.plan, _outputs(training, parts.model, split)
     outputs = _outputs(training, small, split)
     found = {"scale": float(trained.std()), "whole_step": _difference(trained, outputs)}

@@ -15,6 +15,7 @@ import cProfile
 import pstats
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,10 +26,9 @@ from _record import ROOT, about, table, write_json
 from step_profile import cut_
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from train_speed import GPU_RECIPE, Engine
 
-from narrowgate.train import training as training_module
-from narrowgate.train.fused import Fused
 from narrowgate.train.training import Training
 
 STEPS = 20
@@ -39,17 +39,20 @@ INSIDE = {  # of the first steps: words in cProfile's names of functions
 }
 
 
-class Products(Fused):
-    """1x1 convolutions of a channels_last batch as products of its pixels and the weight."""
+class Products(TorchFunctionMode):
+    """Within this context 1x1 convolutions of channels_last batches are products of pixels and weights."""
 
-    def convolve(self, *args: Any) -> Tensor:
-        """A convolution by cuBLAS where it is one of single pixels, by cuDNN elsewhere."""
-        batch, weight, bias, stride, padding, _, groups = args
-        single = weight.shape[2:] == (1, 1) and groups == 1 and _all(stride, 1) and _all(padding, 0)
-        if not single or not batch.is_contiguous(memory_format=torch.channels_last):
-            return super().convolve(*args)
-        pixels = batch.permute(0, 2, 3, 1)
-        return F.linear(pixels, weight.flatten(1), bias).permute(0, 3, 1, 2)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return by_product(*args) if func is torch.conv2d and not kwargs else func(*args, **(kwargs or {}))
+
+
+def by_product(batch: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    """A convolution by cuBLAS where it is one of single pixels, by cuDNN elsewhere."""
+    bias, stride, padding, _, groups = options
+    single = weight.shape[2:] == (1, 1) and groups == 1 and _all(stride, 1) and _all(padding, 0)
+    if not single or not batch.is_contiguous(memory_format=torch.channels_last):
+        return torch.conv2d(batch, weight, *options)
+    return F.linear(batch.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
 def _all(numbers: Any, number: int) -> bool:
@@ -68,8 +71,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="print so many lines of the last first steps' profile")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if arguments.products:
-        training_module.Fused = Products  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         found = cuts(arguments, Path(folder))
     out = arguments.out or ROOT / "benchmarks" / f"cut_cost_{arguments.device}.json"
@@ -84,12 +85,12 @@ def cuts(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     during = f'when = "during"\nevery = 1\nround_to = {arguments.round_to}'
     engine = Engine(text.replace('when = "off"', during), images(folder), folder / "run", arguments.device)
     training, found = engine.training, []
+    torch.backends.cudnn.benchmark = False  # as in a run that shrinks
     for cut in range(arguments.cuts + 1):
         seconds = 0.0 if cut == 0 else timed(lambda: cut_(training, arguments.share))
-        torch.backends.cudnn.benchmark = False  # as in a run that shrinks
-        training.set_batch(training.recipe.train.batch)
         found.append({"parameters": sum(p.numel() for p in training.parts.model.parameters()), "cut": seconds})
-        found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
+        with Products() if arguments.products else nullcontext():
+            found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
     engine.close()
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.dtensors import is_sharded, part_of
-from narrowgate.flow.inplace import compact_
+from narrowgate.flow.inplace import compact_, held_by
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.train.shrink import random_numbers_kept
@@ -100,13 +100,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
                 f"{name!r} is sharded over several axes of its mesh ({p.placements}); fully_shard alone can be "
                 "undone, tensor parallelism can't"
             )
-    if optimizer is not None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(id(p) for p in model.parameters()):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds no parameter of this model; make the optimizer after fully_shard, "
-                "and hand over the one that you step"
-            )
+    if optimizer is not None and held_by(optimizer).isdisjoint(id(p) for p in model.parameters()):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no parameter of this model; make the optimizer after fully_shard, "
+            "and hand over the one that you step"
+        )
 
 
 def _gather(parameter: Any) -> nn.Parameter:

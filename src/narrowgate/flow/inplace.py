@@ -64,6 +64,11 @@ def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return found
 
 
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of all parameters that an optimizer trains."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of a kind whose state can't be cut along, or is another's."""
     if isinstance(optimizer, torch.optim.LBFGS):  # what it remembers of all parameters hangs on the first
@@ -109,7 +114,7 @@ def _check_new_biases(model: nn.Module, plan: Plan, optimizer: torch.optim.Optim
     """Refuse a bias for a layer whose optimizer takes matrices only."""
     if not isinstance(optimizer, getattr(torch.optim, "Muon", ())):  # PyTorch 2.9 and newer
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = held_by(optimizer)
     for edit in plan.edits.values():
         if edit.new_bias and id(model.get_submodule(edit.layer).weight) in held:
             raise ValueError(

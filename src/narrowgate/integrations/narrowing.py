@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from narrowgate.flow import Plan, Verification
-from narrowgate.flow.inplace import compact_
+from narrowgate.flow.inplace import compact_, held_by
 from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import gates_of
@@ -279,7 +279,7 @@ def on_device_of(network: nn.Module, example_inputs: ExampleInputs) -> ExampleIn
 
 def check_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
     """Refuse an optimizer that does not train all of the network's gates and weights."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = held_by(optimizer)
     missing = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise ValueError(

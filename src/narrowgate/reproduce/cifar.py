@@ -33,8 +33,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 def is_result(run: Run) -> bool:
     """Whether a run stands beside a row of the paper: full length, all training images, a kind that it has."""
     whole = is_tested(run) and run.epochs >= EPOCHS.get(run.network, 0)
-    apart = run.steered or run.augmented or run.taught or run.unlike
-    return whole and not apart and run.kind in {row.kind for row in FIGURE_2}
+    return whole and not run.our_own and run.kind in {row.kind for row in FIGURE_2}
 
 
 def is_tested(run: Run) -> bool:

@@ -32,8 +32,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 def row_of(run: Run) -> LeNetRow | None:
     """The row of Table 1 a run belongs to: of the same regulariser, and of the nearest strength; None without one."""
     rows = [row for row in TABLE_1 if row.regulariser == run.kind.regulariser and row.recipe]
-    own = run.steered or run.augmented or run.taught or run.unlike
-    if not rows or run.strength is None or own or run.kind.scheduled or run.kind.gate != "exp":
+    if not rows or run.strength is None or run.our_own or run.kind.scheduled or run.kind.gate != "exp":
         return None
     strength = run.strength
     return min(rows, key=lambda row: abs(math.log(row.strength) - math.log(max(strength, 1e-12))))

@@ -59,6 +59,11 @@ class Run:
     unlike: tuple[str, ...] = ()
     """What else was done that the paper does not do, in words."""
 
+    @property
+    def our_own(self) -> bool:
+        """Whether it was made in a way that is not the paper's, and stands beside none of its rows."""
+        return self.steered or self.augmented or self.taught or bool(self.unlike)
+
 
 def load_runs(folder: Path) -> list[Run]:
     """All runs that the result files in a folder and below it hold, by file name; other files are passed over."""

@@ -19,7 +19,7 @@ from narrowgate.storage import save as save_small
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
 from narrowgate.train.feed import Place
-from narrowgate.train.finish import Result, prune
+from narrowgate.train.finish import Result
 from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.resume import restore, save
 from narrowgate.train.run_folder import CHECKPOINTS, RECIPE, RESULT, SMALL
@@ -82,11 +82,9 @@ def run(
 def _finish(training: Training, folder: Path) -> Result:
     """Remove, prove, fine-tune, test, and write the small network and the result."""
     recipe, parts, place, started = training.recipe, training.parts, training.place, time.perf_counter()
-    earlier = None if training.shrinker is None else training.shrinker.plan
     gated = training.accuracy(parts.model, "test")
     closed = training.closed_fraction()  # without the threshold's
-    full, agree = training.full.parameters, training.team.agree
-    pruned = prune(parts.model, parts.gates, recipe, training.example, full, parts.began, earlier, agree)
+    pruned = training.pruned()
     size = Size.of(pruned.small, training.example)
     removed = training.accuracy(pruned.small, "test")
     if recipe.finish.finetune_epochs:

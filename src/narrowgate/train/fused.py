@@ -285,7 +285,7 @@ class Fused(TorchFunctionMode):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         if dtype not in HALVES or input.dim() != 4 or not weight.requires_grad or not torch.is_grad_enabled():
-            return self.convolve(input, weight, bias, stride, padding, dilation, groups)
+            return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
         outputs, inputs = weight.shape[:2]
         width, batch = width_for(outputs, dtype), self._widest(input)
         if groups == outputs == input.shape[1] and inputs == 1:
@@ -298,11 +298,7 @@ class Fused(TorchFunctionMode):
         weight = self._casts.of(weight, (width, inputs, *weight.shape[2:]), dtype)
         if bias is not None and width > outputs:
             bias = F.pad(bias, (0, width - outputs))
-        return self._narrowed(self.convolve(batch, weight, bias, stride, padding, dilation, groups), outputs)
-
-    def convolve(self, *args: Any) -> Tensor:
-        """``torch.conv2d``: benchmarks/cut_cost.py tries something else in its place."""
-        return torch.conv2d(*args)
+        return self._narrowed(torch.conv2d(batch, weight, bias, stride, padding, dilation, groups), outputs)
 
     def _forget(self) -> None:
         """What was for this step only."""

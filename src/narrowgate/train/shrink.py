@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.inplace import Optimizers, check_can_follow, compact_, optimizers_of
+from narrowgate.flow.inplace import Optimizers, check_can_follow, compact_, held_by, optimizers_of
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
@@ -252,8 +252,7 @@ def _check(model: nn.Module, optimizer: Optimizers, every: int, share: float) ->
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     check_can_follow(optimizer)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+    if held_by(optimizer).isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
             f"{type(optimizer).__name__} holds no parameter of this {type(model).__name__}, so its state could not be "
             "cut along: make it from model.parameters(), and hand over the one that you step"

@@ -22,6 +22,7 @@ from narrowgate.rivals.apg import ApgSgd
 from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
+from narrowgate.train.finish import Pruned, prune
 from narrowgate.train.fused import Fused, why_not
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
@@ -217,6 +218,12 @@ class Training:
         with full_precision():
             counts = self.team.all_sum(count_hits(model, batches, self.place.device, bf16, noisy))
         return float(counts[0] / counts[1])
+
+    def pruned(self) -> Pruned:
+        """A smaller copy of the network, after the gates were closed that ``[finish]`` closes."""
+        parts, earlier = self.parts, None if self.shrinker is None else self.shrinker.plan
+        full, agree = self.full.parameters, self.team.agree
+        return prune(parts.model, parts.gates, self.recipe, self.example, full, parts.began, earlier, agree)
 
     def rewind_log(self) -> None:
         """Drop what the log holds of epochs that will run again."""
