@@ -4,8 +4,8 @@
 
 Random images, gates closed at random, so that no data is needed. A run pays for planning and cutting, then for the
 first steps at the new widths (kernels are chosen, loaded and compiled) with the capture of a graph, and for the first
-evaluation. ``inside`` is how much of the first steps Python spent in the calls named there. ``--products`` runs 1x1
-convolutions as matrix products, for which cuBLAS has its kernels ready: a try, which ``narrowgate train`` does not do.
+evaluation. ``inside`` is how much of the first steps Python spent in the calls named there. ``--cudnn`` leaves
+convolutions of each channel for itself to cuDNN, as ``narrowgate train`` does where Triton is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import cProfile
 import pstats
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,9 +23,6 @@ import numpy as np
 import torch
 from _record import ROOT, about, table, write_json
 from step_profile import cut_
-from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from train_speed import GPU_RECIPE, Engine
 
 from narrowgate.train.training import Training
@@ -39,26 +35,6 @@ INSIDE = {  # of the first steps: words in cProfile's names of functions
 }
 
 
-class Products(TorchFunctionMode):
-    """Within this context 1x1 convolutions of channels_last batches are products of pixels and weights."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return by_product(*args) if func is torch.conv2d and not kwargs else func(*args, **(kwargs or {}))
-
-
-def by_product(batch: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    """A convolution by cuBLAS where it is one of single pixels, by cuDNN elsewhere."""
-    bias, stride, padding, _, groups = options
-    single = weight.shape[2:] == (1, 1) and groups == 1 and _all(stride, 1) and _all(padding, 0)
-    if not single or not batch.is_contiguous(memory_format=torch.channels_last):
-        return torch.conv2d(batch, weight, *options)
-    return F.linear(batch.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
-
-
-def _all(numbers: Any, number: int) -> bool:
-    return numbers == number or (isinstance(numbers, tuple) and set(numbers) == {number})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -67,14 +43,14 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.2, help="of the open gates that each cut removes")
     parser.add_argument("--round-to", type=int, default=1, help="as shrink.round_to")
-    parser.add_argument("--products", action="store_true", help="1x1 convolutions as matrix products")
+    parser.add_argument("--cudnn", action="store_true", help="not our own kernels for depthwise convolutions")
     parser.add_argument("--rows", type=int, default=0, help="print so many lines of the last first steps' profile")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = cuts(arguments, Path(folder))
     out = arguments.out or ROOT / "benchmarks" / f"cut_cost_{arguments.device}.json"
-    facts = {name: getattr(arguments, name) for name in ("model", "placement", "share", "round_to", "products")}
+    facts = {name: getattr(arguments, name) for name in ("model", "placement", "share", "round_to", "cudnn")}
     write_json(out, {"what": "seconds that a cut costs", **about(arguments.device), **facts, "cuts": found})
     print(table(list(found[0]), [[str(value) for value in row.values()] for row in found]))
 
@@ -86,11 +62,14 @@ def cuts(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     engine = Engine(text.replace('when = "off"', during), images(folder), folder / "run", arguments.device)
     training, found = engine.training, []
     torch.backends.cudnn.benchmark = False  # as in a run that shrinks
+    if arguments.cudnn:
+        from narrowgate.train import depthwise
+
+        depthwise.fits = lambda *_: None  # type: ignore[assignment]
     for cut in range(arguments.cuts + 1):
         seconds = 0.0 if cut == 0 else timed(lambda: cut_(training, arguments.share))
         found.append({"parameters": sum(p.numel() for p in training.parts.model.parameters()), "cut": seconds})
-        with Products() if arguments.products else nullcontext():
-            found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
+        found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
     engine.close()
     return found
 

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from narrowgate import models
 from narrowgate.models.mobilenet import InvertedResidual as bottleneck
-from narrowgate.train import fused, norm_launch, wide
+from narrowgate.train import depthwise, fused, norm_launch, wide
 
 CHANNELS_LAST = torch.channels_last
 calls: list[int] = []
 added: list[bool] = []
+convolved: list[torch.Size] = []
 
 
 def kernels() -> dict[str, list[float]]:
@@ -40,6 +41,37 @@ def kernels() -> dict[str, list[float]]:
                 float(((a - b).abs().max() / a.abs().max()).detach()) for a, b in zip(wanted, seen, strict=True)
             ]
     return found
+
+
+def depthwise_kernels() -> dict[str, list[float]]:
+    """Largest differences of output and gradients from float64, by shape, stride and padding."""
+    found = {}
+    for shape in ((4, 24, 8, 8), (2, 96, 16, 16), (3, 144, 5, 7), (40, 8, 16, 16), (3, 13, 9, 6)):
+        for stride, padding in ((1, 1), (1, 0), (2, 1), (2, 0), (2, 2)):
+            torch.manual_seed(0)
+            x, weight = torch.randn(shape).contiguous(memory_format=CHANNELS_LAST), torch.randn(shape[1], 1, 3, 3)
+            exact = [t.double().requires_grad_() for t in (x, weight)]
+            y = F.conv2d(*exact, stride=stride, padding=padding, groups=shape[1])
+            dy = torch.randn(y.shape)  # not channels_last, as a gradient may be
+            wanted = [y, *torch.autograd.grad(y, exact, dy.double())]
+            ours = [t.requires_grad_() for t in (x, weight)]
+            assert depthwise.fits(*ours, (stride, stride), padding, (1, 1), shape[1]) == (stride, padding)
+            y = depthwise.Depthwise.apply(*ours, stride, padding)
+            seen = [y, *torch.autograd.grad(y, ours, dy)]
+            found[f"{list(shape)} {stride} {padding}"] = [_apart(a, b) for a, b in zip(wanted, seen, strict=True)]
+    return found
+
+
+def looks() -> dict[str, float]:
+    """A model in eval mode under autocast: how far from PyTorch's numbers, and how many convolutions were ours."""
+    torch.manual_seed(0)
+    net = nn.Sequential(bottleneck(3, 5, 3, 1), bottleneck(5, 5, 3, 2)).to(memory_format=CHANNELS_LAST).eval()
+    x, count = torch.randn(4, 3, 8, 8).contiguous(memory_format=CHANNELS_LAST), len(convolved)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = net(x)
+        with fused.Looks():
+            found = net(x)
+    return {"apart": _apart(wanted, found), "ours": len(convolved) - count}
 
 
 class Uses(nn.Module):
@@ -122,6 +154,7 @@ def model(build: Callable[[], nn.Module], shape: tuple[int, ...], half: bool = F
     forward = fused.Fused(_refuse).around(other)
     calls.clear()
     added.clear()
+    convolved.clear()
     worst = {"outputs": 0.0, "gradients": 0.0, "buffers": 0.0}
     for _ in range(2):
         x = torch.randn(shape).contiguous(memory_format=CHANNELS_LAST)
@@ -137,7 +170,12 @@ def model(build: Callable[[], nn.Module], shape: tuple[int, ...], half: bool = F
     scale = max(float(a.grad.abs().max()) for a, _ in pairs)
     worst["gradients"] = max(float((a.grad - b.grad).abs().max()) / scale for a, b in pairs)
     worst["buffers"] = max(float((a - b).abs().max()) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
-    return {**worst, "fused": [calls.count(kind) for kind in range(3)], "added": sum(added)}
+    return {
+        **worst,
+        "fused": [calls.count(kind) for kind in range(3)],
+        "added": sum(added),
+        "convolved": len(convolved),
+    }
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -219,7 +257,14 @@ def main() -> None:
         added.append(args[2] is not None)
         return back(*args)
 
+    depthwise_forward = depthwise.convolved
+
+    def counted_convolved(*args):
+        convolved.append(args[0].shape)
+        return depthwise_forward(*args)
+
     norm_launch.forward, norm_launch.backward = counted, counted_back
+    depthwise.convolved = counted_convolved
     block = nn.Sequential
     images = (4, 3, 8, 8)
     print(
@@ -230,6 +275,8 @@ def main() -> None:
                 "dense": model(lambda: models.DenseNet(7, 4, 5, 0.0), images),
                 "trial": fused.why_not(torch.device("cpu")),
                 "kernels": kernels(),
+                "depthwise": depthwise_kernels(),
+                "looks": looks(),
                 "uses": model(Uses, (3, 3, 6, 6)),
                 "sequence": model(lambda: block(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(True)), (4, 3, 9, 9)),
                 "escapes": escapes(),

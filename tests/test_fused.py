@@ -35,6 +35,17 @@ def test_kernels_agree_with_float64(trial: dict[str, Any]) -> None:
         assert max(mean, var) < 1e-5, case
 
 
+def test_convolutions_of_each_channel_agree_with_float64(trial: dict[str, Any]) -> None:
+    assert len(trial["depthwise"]) == 25
+    for case, (y, dx, d_weight) in trial["depthwise"].items():
+        assert max(y, dx, d_weight) < 1e-6, case
+
+
+def test_a_look_is_as_near_as_half_precision_can_be(trial: dict[str, Any]) -> None:
+    assert trial["looks"]["ours"] == 2
+    assert trial["looks"]["apart"] < 0.02
+
+
 def test_every_use_of_a_norm_gets_its_result(trial: dict[str, Any]) -> None:
     uses = trial["uses"]
     assert max(uses["outputs"], uses["gradients"], uses["buffers"]) < 1e-5
@@ -67,6 +78,8 @@ def test_dropout_behind_a_norm_is_dropout(trial: dict[str, Any]) -> None:
 def test_even_widths_change_nothing(trial: dict[str, Any], network: str) -> None:
     found = trial[network]
     assert max(found["outputs"], found["gradients"], found["buffers"]) < 1e-5
+    # Convolutions of each channel for itself, in two steps, by kernels of our own.
+    assert found["convolved"] == {"odd": 2 * 2, "odd dense": 0, "odd inverted": 2 * 2}[network]
 
 
 def test_shortcuts_are_not_taken_where_they_would_be_wrong(trial: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ Within ``Fused`` a BatchNorm returns a promise instead of a result. An activatio
 it, and what uses the result then gets it from kernels that do all of it; any other operation gets the plain norm. The
 promise is a tensor on the meta device, so a use that escapes this module fails loudly instead of reading numbers that
 are not there. Besides: what a norm reads and a sum or a concatenation reads too gets its two gradients added up in the
-norm's own kernel; convolutions in half precision get their weights all cast together, and even widths (wide.py).
+norm's own kernel; convolutions in half precision get their weights all cast together, and even widths (wide.py), and
+those of each channel for itself have kernels of their own (depthwise.py), here and in ``Looks``.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ class Fused(TorchFunctionMode):
         weight = self._casts.of(weight, (width, inputs, *weight.shape[2:]), dtype)
         if bias is not None and width > outputs:
             bias = F.pad(bias, (0, width - outputs))
-        return self._narrowed(torch.conv2d(batch, weight, bias, stride, padding, dilation, groups), outputs)
+        return self._narrowed(_conv2d(batch, weight, bias, stride, padding, dilation, groups), outputs)
 
     def _forget(self) -> None:
         """What was for this step only."""
@@ -314,9 +315,37 @@ class Fused(TorchFunctionMode):
             self._counters.clear()
 
 
+class Looks(TorchFunctionMode):
+    """Within this context a model under autocast is only looked at, by kernels that any width is the same to."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return _look(*args, **kwargs) if func is torch.conv2d and len(args) == 7 else func(*args, **kwargs)
+
+
+def _look(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """A convolution without gradients."""
+    kind, groups = x.device.type, options[-1]
+    if groups > 1 and torch.is_autocast_enabled(kind) and not torch.is_grad_enabled():
+        dtype = torch.get_autocast_dtype(kind)
+        return _conv2d(x.to(dtype), weight.to(dtype), bias, *options)
+    return torch.conv2d(x, weight, bias, *options)
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """``torch.conv2d``, by kernels of our own where each channel is for itself."""
+    from narrowgate.train.depthwise import Depthwise, fits
+
+    found = None if bias is not None else fits(x, weight, *options)
+    result: Tensor = torch.conv2d(x, weight, bias, *options) if found is None else Depthwise.apply(x, weight, *found)
+    return result
+
+
 @cache
 def why_not(device: torch.device) -> str:
-    """Why norms can't be fused on this device, found by trying; empty if they can."""
+    """Why our own kernels can't be used on this device, found by trying; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
@@ -326,7 +355,7 @@ def why_not(device: torch.device) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Compare a small norm, forward and backward, with PyTorch's."""
+    """Compare a small norm and small convolutions, forward and backward, with PyTorch's."""
     from narrowgate.train.norm_launch import Norm
 
     generator = torch.Generator().manual_seed(0)
@@ -345,7 +374,17 @@ def _trial(device: torch.device) -> str:
         else:
             y = F.relu6(F.batch_norm(leaves[0], *running, leaves[1], leaves[2], True, 0.1, 1e-5))
         seen.append([y.detach(), *torch.autograd.grad(y, leaves, dy), *running])
+    for stride in (1, 2):  # convolutions of each channel for itself, in the type that they are for
+        each = [draw(8, 24, 9, 9).contiguous(memory_format=torch.channels_last), draw(24, 1, 3, 3)]
+        leaves = [tensor.to(torch.bfloat16).requires_grad_() for tensor in each]
+        exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+        wanted = F.conv2d(exact[0], exact[1], None, stride, 1, 1, 24)
+        found = _conv2d(leaves[0], leaves[1], None, stride, 1, 1, 24)
+        dy = draw(*found.shape).to(torch.bfloat16)
+        seen[0] += [wanted.detach(), *torch.autograd.grad(wanted, exact, dy.double())]
+        seen[1] += [found.detach().double(), *(x.double() for x in torch.autograd.grad(found, leaves, dy))]
     for plain, ours in zip(*seen, strict=True):
-        if not torch.allclose(plain, ours, rtol=1e-3, atol=1e-3):
+        near = 1e-3 if plain.dtype == torch.float32 else 1e-2
+        if not torch.allclose(plain, ours, rtol=near, atol=near):
             return f"its kernels give other numbers than PyTorch's (by {(plain - ours).abs().max():.1e})"
     return ""

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
 from narrowgate.train.finish import Pruned, prune
-from narrowgate.train.fused import Fused, why_not
+from narrowgate.train.fused import Fused, Looks, why_not
 from narrowgate.train.log import EpochRow, RunLog
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
@@ -215,7 +216,8 @@ class Training:
     def accuracy(self, model: nn.Module, split: str, bf16: bool = False, noisy: Sequence[nn.Module] = ()) -> float:
         """The share of a split's images that a model gets right, with ``noisy`` layers of it in training mode."""
         batches = held_out_batches(self.data, split, self.place)
-        with full_precision():
+        quick = bf16 and self.place.device.type == "cuda" and not why_not(self.place.device)
+        with full_precision(), Looks() if quick else nullcontext():
             counts = self.team.all_sum(count_hits(model, batches, self.place.device, bf16, noisy))
         return float(counts[0] / counts[1])
 
