@@ -4,15 +4,13 @@
 
 Random images, gates closed at random, so that no data is needed. A run pays for planning and cutting, then for the
 first steps at the new widths (kernels are chosen, loaded and compiled) with the capture of a graph, and for the first
-evaluation. ``inside`` is how much of the first steps Python spent in the calls named there. ``--cudnn`` leaves
-convolutions of each channel for itself to cuDNN, as ``narrowgate train`` does where Triton is missing.
+evaluation. ``--cudnn`` leaves convolutions of each channel for itself to cuDNN, as ``narrowgate train`` does without
+Triton.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +26,6 @@ from train_speed import GPU_RECIPE, Engine
 from narrowgate.train.training import Training
 
 STEPS = 20
-INSIDE = {  # of the first steps: words in cProfile's names of functions
-    "convolutions": ("conv2d",),
-    "backward": ("run_backward",),
-    "Triton": ("compiler.py", "compile"),
-}
 
 
 def main() -> None:
@@ -44,7 +37,6 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="of the open gates that each cut removes")
     parser.add_argument("--round-to", type=int, default=1, help="as shrink.round_to")
     parser.add_argument("--cudnn", action="store_true", help="not our own kernels for depthwise convolutions")
-    parser.add_argument("--rows", type=int, default=0, help="print so many lines of the last first steps' profile")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,38 +61,18 @@ def cuts(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for cut in range(arguments.cuts + 1):
         seconds = 0.0 if cut == 0 else timed(lambda: cut_(training, arguments.share))
         found.append({"parameters": sum(p.numel() for p in training.parts.model.parameters()), "cut": seconds})
-        found[-1].update(costs(training, arguments.rows if cut == arguments.cuts else 0))
+        found[-1].update(costs(training))
     engine.close()
     return found
 
 
-def costs(training: Training, rows: int) -> dict[str, float]:
+def costs(training: Training) -> dict[str, float]:
     """Seconds of the first epoch at these widths, of later ones, and of evaluations."""
     loop = training.loop_for(training.parts)
-    watch = cProfile.Profile()
-
-    def epoch() -> None:
-        training.run_epoch(loop, 0, training.recipe.lr_at)
-
-    first = timed(lambda: watch.runcall(epoch))
-    stats = pstats.Stats(watch)
-    if rows:
-        stats.sort_stats("cumtime").print_stats(rows)
-    second = timed(epoch)
+    first, second = (timed(lambda: training.run_epoch(loop, 0, training.recipe.lr_at)) for _ in range(2))
     looks = [timed(lambda: training.accuracy(training.parts.model, "held-out", True)) for _ in range(2)]
-    inside = {f"inside: {name}": round(spent(stats, words), 2) for name, words in INSIDE.items()}
     ms = round(second * 1000 / training.feed.steps, 2)
-    return {"first steps": first, **inside, "ms a step": ms, "first look": looks[0], "second look": looks[1]}
-
-
-def spent(stats: pstats.Stats, words: tuple[str, ...]) -> float:
-    """Cumulative seconds of the function whose file and name hold all words, the longest of several."""
-    times = [
-        value[3]
-        for (file, _, name), value in stats.stats.items()  # type: ignore[attr-defined]
-        if all(word in f"{file} {name}" for word in words)
-    ]
-    return max(times, default=0.0)
+    return {"first steps": first, "ms a step": ms, "first look": looks[0], "second look": looks[1]}
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -40,6 +40,7 @@ from narrowgate.train.training import Training
 
 BATCH, WORKERS = 128, 8
 MEAN, STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+BY_HAND = "gates by hand, float32"
 GPU_MODELS = ("resnet164", "densenet40", "mobilenetv2")
 GPU_RECIPE = """
 [model]
@@ -106,9 +107,9 @@ def main() -> None:
         write_json(
             out, {"what": "training speed, in turns", **about(arguments.device), "batch": BATCH, **facts, "rows": rows}
         )
-    head = ["model", "loop", "ms a step", "images/s", "times plain"]
-    keys = ("model", "loop", "ms", "images_per_second", "ratio")
-    print(table(head, [[str(row[key]) for key in keys] for row in rows]))
+    head = ["model", "loop", "ms a step", "images/s", "times plain", "times gates by hand"]
+    keys = ("model", "loop", "ms", "images_per_second", "ratio", "ratio_to_gates_by_hand")
+    print(table(head, [[str(row.get(key, "")) for key in keys] for row in rows]))
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for turn in loops.values():
             turn.close()
     ms = {label: statistics.median(values) for label, values in times.items()}
-    plain = ms[next(iter(ms))]
+    plain, gated = ms[next(iter(ms))], ms.get(BY_HAND)
     return [
         {
             "model": name,
@@ -136,6 +137,7 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "first_ms": round(first[label], 3),
             "images_per_second": round(BATCH / ms[label] * 1000),
             "ratio": round(plain / ms[label], 3),
+            **({"ratio_to_gates_by_hand": round(gated / ms[label], 3)} if gated else {}),
         }
         for label in loops
     ]
@@ -144,7 +146,7 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def gpu_loops(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Turn]]:
     """Plain loops first, then the engine's."""
     yield "plain, float32", Plain(name, arguments.data, arguments.plain_steps)
-    yield "gates by hand, float32", Plain(name, arguments.data, arguments.plain_steps, gated=True)
+    yield BY_HAND, Plain(name, arguments.data, arguments.plain_steps, gated=True)
     if arguments.plain_bf16:
         yield "plain, bfloat16", Plain(name, arguments.data, arguments.plain_steps, bf16=True)
     kinds = [("engine, graph", "before-norm", "false"), ("engine, graph, gates after the norm", "after-norm", "false")]

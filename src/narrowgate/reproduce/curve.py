@@ -13,6 +13,7 @@ from torch import nn
 
 from narrowgate.flow import CollapseError, compact, plan
 from narrowgate.flow.trace import ExampleInputs
+from narrowgate.flow.verify import full_precision
 from narrowgate.gateset import Gates, gates_of
 from narrowgate.reproduce.record import RecordError
 from narrowgate.rivals.wiring import rescale_
@@ -116,7 +117,8 @@ def curve_of_run(
 
     @torch.no_grad()
     def accuracy(model: nn.Module) -> float:
-        hits, count = count_hits(model, held_out_batches(data, "test", place), place.device, False).tolist()
+        with full_precision():
+            hits, count = count_hits(model, held_out_batches(data, "test", place), place.device, False).tolist()
         return float(hits / count)
 
     part = recipe.shrink

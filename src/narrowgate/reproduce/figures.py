@@ -125,10 +125,11 @@ def _thresholds(runs: Sequence[Run]) -> Any:
         mine = [run for run in runs if run.network == network and run.curve is not None and is_tested(run)]
         for run in (run for run in mine if run.kind in (Kind("l1", "lin"), Kind("l1", "exp"))):
             assert run.curve is not None
-            label = str(run.kind) if is_result(run) else f"{run.kind}, our own way"
+            label, line = (str(run.kind), "o-") if is_result(run) else (f"{run.kind}, our own way", "P--")
             for axis, key in zip(axes[:, column], ("pruned", "accuracy"), strict=True):
                 values = [100 * value for value in run.curve[key]]
-                axis.plot(run.curve["threshold"], values, "o-", ms=4, color=_GATES[run.kind.gate], label=label)
+                colour = _GATES[run.kind.gate] if line == "o-" else _OWN[False]["color"]
+                axis.plot(run.curve["threshold"], values, line, ms=4, color=colour, label=label)
         for axis in axes[:, column]:
             axis.set_xscale("symlog", linthresh=1e-8)
             axis.set(xlim=(0, 0.3), ylim=(0, 102))

@@ -1,9 +1,9 @@
 """3x3 convolutions of each channel for itself, as Triton kernels: one forward, one backward and a sum.
 
-cuDNN takes about half a second to prepare each of these for a shape that it has not seen, three times that for a whole
-MobileNetV2's training step in a second, and a cut changes the shapes of all of them: this was most of what a cut cost.
-These kernels are compiled once for all widths. A channels_last batch is a matrix of pixels by channels, and a program
-goes down some of its rows.
+cuDNN takes about half a second to prepare one of these, forward and backward, for a width that it has not seen, and a
+cut changes the widths of all of them: that was most of what a cut cost. These kernels are compiled once for all widths.
+A program has some columns of pixels and goes down the rows of their images. It reads a row once, and carries along what
+the row adds to results that are not finished.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator,attr-defined"
@@ -16,14 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgate.train.norm_launch import deal, unit_of
+from narrowgate.train.norm_launch import unit_of
 
-_PROGRAMS = 1056
-_TILE, _TILE_BACK = 4096, 1024  # numbers a program holds at once: backward it holds nine sums of as many
+_PROGRAMS = 528
+_FEWEST_ROWS = 8  # for a program, since it begins two rows early
+_COLUMNS = 16
+_CHANNELS, _CHANNELS_BACK = 64, 32  # backward a program holds nine sums of as many numbers
 _WARPS = 4
 
+# What Triton would otherwise compile anew for, where it happens to be 1 or a multiple of 16: see norm_kernels.py.
 _kernel = triton.jit(
-    do_not_specialize=["rows", "rows_each", "splits", "height", "width", "height_out", "width_out", "wide"]
+    do_not_specialize=["columns", "rows_each", "splits", "height", "width", "height_out", "width_out", "wide"]
 )
 
 
@@ -70,11 +73,9 @@ def convolved(x: Tensor, taps: Tensor, stride: int, padding: int) -> Tensor:
     images, channels, height, width = x.shape
     out = [(length + 2 * padding - 3) // stride + 1 for length in (height, width)]
     y = torch.empty((images, channels, *out), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    rows, unit = images * out[0] * out[1], unit_of(channels)
-    dealt = deal(rows, channels, _PROGRAMS, _PROGRAMS, _TILE)
-    facts = rows, dealt.rows_each, height, width, *out, channels // unit
-    size = {"U": unit, "R": dealt.R, "C": dealt.C, "num_warps": _WARPS}
-    _convolve[dealt.grid](x, taps, y, *facts, stride=stride, padding=padding, **size)
+    grid, rows_each = _dealt(images * out[1], channels, out[0], _CHANNELS)
+    facts = images * out[1], rows_each, height, width, *out
+    _convolve[grid](x, taps, y, *facts, **_sizes(channels, _CHANNELS), stride=stride, padding=padding)
     return y
 
 
@@ -83,20 +84,61 @@ def gradients(x: Tensor, taps: Tensor, dy: Tensor, stride: int, padding: int) ->
     images, channels, height, width = x.shape
     dx = torch.empty_like(x, memory_format=torch.channels_last)
     d_weight = torch.empty((channels, 1, 3, 3), dtype=taps.dtype, device=x.device)
-    rows, unit = images * height * width, unit_of(channels)
-    dealt = deal(rows, channels, _PROGRAMS, _PROGRAMS, _TILE_BACK)
-    partial = torch.empty(dealt.splits * 9 * channels, device=x.device)
-    facts = rows, dealt.rows_each, height, width, *dy.shape[2:], channels // unit
-    size = {"U": unit, "R": dealt.R, "C": dealt.C, "num_warps": _WARPS}
-    _convolve_back[dealt.grid](x, taps, dy, dx, partial, *facts, stride=stride, padding=padding, **size)
-    grid = 9, -(-channels // 32)
-    _add_up[grid](partial, d_weight, dealt.splits, channels // unit, U=unit, R=32, C=32, num_warps=_WARPS)
+    grid, rows_each = _dealt(images * width, channels, height, _CHANNELS_BACK)
+    splits = grid[0] * grid[2]
+    partial = torch.empty(splits * 9 * channels, device=x.device)
+    facts = images * width, rows_each, height, width, *dy.shape[2:]
+    sizes = _sizes(channels, _CHANNELS_BACK)
+    _convolve_back[grid](x, taps, dy, dx, partial, *facts, **sizes, stride=stride, padding=padding)
+    sizes |= {"R": 64, "C": 32}
+    _add_up[(9, -(-channels // 32))](partial, d_weight, splits, **sizes)
     return dx, d_weight
 
 
+def _dealt(columns: int, channels: int, rows: int, channels_each: int) -> tuple[tuple[int, int, int], int]:
+    """Programs for columns of pixels, channels and rows, and how many rows each of them goes down."""
+    grid = -(-columns // _COLUMNS), -(-channels // channels_each)
+    parts = max(1, min(_PROGRAMS // (grid[0] * grid[1]), rows // _FEWEST_ROWS))
+    rows_each = -(-rows // parts)
+    return (*grid, -(-rows // rows_each)), rows_each
+
+
+def _sizes(channels: int, channels_each: int) -> dict[str, int]:
+    unit = unit_of(channels)
+    return {"wide": channels // unit, "U": unit, "R": _COLUMNS, "C": channels_each, "num_warps": _WARPS}
+
+
 @triton.jit
-def _at(place, channel, long):
-    return place.to(tl.int64)[:, None] * long + channel[None, :]
+def _numbers(taps, i: tl.constexpr, channel, long):
+    """A row of the weight: three numbers of each channel."""
+    at, inside = taps + 3 * i * long + channel, channel < long
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(at + long, mask=inside, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(at + 2 * long, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return a, b, c
+
+
+@triton.jit
+def _places(at, pixel, kept, channel, long):
+    """Where the numbers of some pixels of a row lie, and which of them there are."""
+    return at + pixel.to(tl.int64)[:, None] * long + channel[None, :], kept[:, None] & (channel < long)[None, :]
+
+
+@triton.jit
+def _read(place, there, row, first, end, row_long):
+    """The numbers of a row, zeros if it is outside."""
+    return tl.load(place + row * row_long, mask=there & (row >= first) & (row < end), other=0.0)
+
+
+@triton.jit
+def _write(place, there, values, row, first, end, row_long):
+    values = values.to(place.dtype.element_ty)
+    tl.store(place + row * row_long, values, mask=there & (row >= first) & (row < end))
+
+
+@triton.jit
+def _times(a, b, c, u, v, w):
+    return a.to(tl.float32) * u + b.to(tl.float32) * v + c.to(tl.float32) * w
 
 
 @_kernel
@@ -104,7 +146,7 @@ def _convolve(
     x_at,
     taps,
     y_at,
-    rows,
+    columns,
     rows_each,
     height,
     width,
@@ -119,56 +161,54 @@ def _convolve(
 ):
     long = wide * U
     channel = tl.program_id(1) * C + tl.arange(0, C)
-    inside = channel < long
-    first = tl.program_id(0) * rows_each
-    end = tl.minimum(first + rows_each, rows)
-    for start in range(first, end, R):
-        row = start + tl.arange(0, R)
-        image = row // (height_out * width_out)
-        top = row // width_out % height_out * stride - padding
-        left = row % width_out * stride - padding
-        y = tl.zeros((R, C), tl.float32)
-        for tap in tl.static_range(9):
-            h, w = top + tap // 3, left + tap % 3
-            there = (row < end) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-            place = (image * height + h) * width + w
-            x = tl.load(x_at + _at(place, channel, long), mask=there[:, None] & inside[None, :], other=0.0)
-            factor = tl.load(taps + tap * long + channel, mask=inside, other=0.0)
-            y += x.to(tl.float32) * factor.to(tl.float32)[None, :]
-        kept = (row < end)[:, None] & inside[None, :]
-        tl.store(y_at + _at(row, channel, long), y.to(y_at.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def _tap(
-    x,
-    dx,
-    total,
-    taps,
-    dy_at,
-    image,
-    bottom,
-    right,
-    kept,
-    channel,
-    inside,
-    height_out,
-    width_out,
-    long,
-    tap: tl.constexpr,
-    stride: tl.constexpr,
-):
-    """What one of the nine numbers of a weight does to some pixels, and they to it."""
-    h, w = bottom - tap // 3, right - tap % 3
-    there = kept & (h >= 0) & (w >= 0)
-    if stride == 2:
-        there = there & (h % 2 == 0) & (w % 2 == 0)
-        h, w = h // 2, w // 2
-    there = there & (h < height_out) & (w < width_out)
-    place = (image * height_out + h) * width_out + w
-    dy = tl.load(dy_at + _at(place, channel, long), mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    factor = tl.load(taps + tap * long + channel, mask=inside, other=0.0).to(tl.float32)
-    return dx + dy * factor[None, :], total + dy * x
+    u0, v0, w0 = _numbers(taps, 0, channel, long)
+    u1, v1, w1 = _numbers(taps, 1, channel, long)
+    u2, v2, w2 = _numbers(taps, 2, channel, long)
+    column = tl.program_id(0) * R + tl.arange(0, R)
+    kept, image, left = column < columns, column // width_out, column % width_out * stride - padding
+    pixel = image * height * width + left
+    a_at, a_there = _places(x_at, pixel, kept & (left >= 0) & (left < width), channel, long)
+    b_at, b_there = _places(x_at, pixel + 1, kept & (left + 1 >= 0) & (left + 1 < width), channel, long)
+    c_at, c_there = _places(x_at, pixel + 2, kept & (left + 2 >= 0) & (left + 2 < width), channel, long)
+    y_place, y_there = _places(y_at, image * height_out * width_out + column % width_out, kept, channel, long)
+    x_row, y_row = (width * long).to(tl.int64), (width_out * long).to(tl.int64)
+    first = tl.program_id(2) * rows_each
+    end = tl.minimum(first + rows_each, height_out)
+    row = first * stride - padding
+    a = _read(a_at, a_there, row, 0, height, x_row)
+    b = _read(b_at, b_there, row, 0, height, x_row)
+    c = _read(c_at, c_there, row, 0, height, x_row)
+    older = _times(a, b, c, u0, v0, w0)
+    a = _read(a_at, a_there, row + 1, 0, height, x_row)
+    b = _read(b_at, b_there, row + 1, 0, height, x_row)
+    c = _read(c_at, c_there, row + 1, 0, height, x_row)
+    if stride == 1:
+        newer = _times(a, b, c, u0, v0, w0)
+        older += _times(a, b, c, u1, v1, w1)
+        a = _read(a_at, a_there, row + 2, 0, height, x_row)
+        b = _read(b_at, b_there, row + 2, 0, height, x_row)
+        c = _read(c_at, c_there, row + 2, 0, height, x_row)
+        for y in range(first, end):
+            next_a = _read(a_at, a_there, y - padding + 3, 0, height, x_row)
+            next_b = _read(b_at, b_there, y - padding + 3, 0, height, x_row)
+            next_c = _read(c_at, c_there, y - padding + 3, 0, height, x_row)
+            _write(y_place, y_there, older + _times(a, b, c, u2, v2, w2), y, first, end, y_row)
+            older = newer + _times(a, b, c, u1, v1, w1)
+            newer = _times(a, b, c, u0, v0, w0)
+            a, b, c = next_a, next_b, next_c
+    else:
+        for y in range(first, end):
+            low = y * 2 - padding + 2
+            low_a = _read(a_at, a_there, low, 0, height, x_row)
+            low_b = _read(b_at, b_there, low, 0, height, x_row)
+            low_c = _read(c_at, c_there, low, 0, height, x_row)
+            next_a = _read(a_at, a_there, low + 1, 0, height, x_row)
+            next_b = _read(b_at, b_there, low + 1, 0, height, x_row)
+            next_c = _read(c_at, c_there, low + 1, 0, height, x_row)
+            older += _times(a, b, c, u1, v1, w1) + _times(low_a, low_b, low_c, u2, v2, w2)
+            _write(y_place, y_there, older, y, first, end, y_row)
+            older = _times(low_a, low_b, low_c, u0, v0, w0)
+            a, b, c = next_a, next_b, next_c
 
 
 @_kernel
@@ -178,7 +218,7 @@ def _convolve_back(
     dy_at,
     dx_at,
     partial,
-    rows,
+    columns,
     rows_each,
     height,
     width,
@@ -192,43 +232,74 @@ def _convolve_back(
     C: tl.constexpr,
 ):
     long = wide * U
-    block = tl.program_id(0)
     channel = tl.program_id(1) * C + tl.arange(0, C)
-    inside = channel < long
-    first = block * rows_each
-    end = tl.minimum(first + rows_each, rows)
-    t0, t1, t2 = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-    t3, t4, t5 = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-    t6, t7, t8 = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-    for start in range(first, end, R):
-        row = start + tl.arange(0, R)
-        kept = row < end
-        both = kept[:, None] & inside[None, :]
-        image = row // (height * width)
-        b, r = row // width % height + padding, row % width + padding
-        x = tl.load(x_at + _at(row, channel, long), mask=both, other=0.0).to(tl.float32)
-        dx = tl.zeros((R, C), tl.float32)
-        ho, wo = height_out, width_out
-        dx, t0 = _tap(x, dx, t0, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 0, stride)
-        dx, t1 = _tap(x, dx, t1, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 1, stride)
-        dx, t2 = _tap(x, dx, t2, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 2, stride)
-        dx, t3 = _tap(x, dx, t3, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 3, stride)
-        dx, t4 = _tap(x, dx, t4, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 4, stride)
-        dx, t5 = _tap(x, dx, t5, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 5, stride)
-        dx, t6 = _tap(x, dx, t6, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 6, stride)
-        dx, t7 = _tap(x, dx, t7, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 7, stride)
-        dx, t8 = _tap(x, dx, t8, taps, dy_at, image, b, r, kept, channel, inside, ho, wo, long, 8, stride)
-        tl.store(dx_at + _at(row, channel, long), dx.to(dx_at.dtype.element_ty), mask=both)
-    mine = partial + block * 9 * long + channel
-    tl.store(mine, tl.sum(t0, axis=0), mask=inside)
-    tl.store(mine + long, tl.sum(t1, axis=0), mask=inside)
-    tl.store(mine + 2 * long, tl.sum(t2, axis=0), mask=inside)
-    tl.store(mine + 3 * long, tl.sum(t3, axis=0), mask=inside)
-    tl.store(mine + 4 * long, tl.sum(t4, axis=0), mask=inside)
-    tl.store(mine + 5 * long, tl.sum(t5, axis=0), mask=inside)
-    tl.store(mine + 6 * long, tl.sum(t6, axis=0), mask=inside)
-    tl.store(mine + 7 * long, tl.sum(t7, axis=0), mask=inside)
-    tl.store(mine + 8 * long, tl.sum(t8, axis=0), mask=inside)
+    u0, v0, w0 = _numbers(taps, 0, channel, long)
+    u1, v1, w1 = _numbers(taps, 1, channel, long)
+    u2, v2, w2 = _numbers(taps, 2, channel, long)
+    column = tl.program_id(0) * R + tl.arange(0, R)
+    kept, image, right = column < columns, column // width, column % width + padding
+    pixel = image * height * width + column % width
+    x_place, own = _places(x_at, pixel, kept, channel, long)
+    dx_place, own = _places(dx_at, pixel, kept, channel, long)
+    start = image * height_out * width_out
+    if stride == 1:
+        a, b, c = right, right - 1, right - 2
+        a_kept, b_kept, c_kept = kept & (a >= 0), kept & (b >= 0), kept & (c >= 0)
+    else:
+        a, b, c = right // 2, (right - 1) // 2, right // 2 - 1
+        even = right % 2 == 0
+        a_kept, b_kept, c_kept = kept & even, kept & (right % 2 == 1), kept & even & (c >= 0)
+    a_at, a_there = _places(dy_at, start + a, a_kept & (a < width_out), channel, long)
+    b_at, b_there = _places(dy_at, start + b, b_kept & (b < width_out), channel, long)
+    c_at, c_there = _places(dy_at, start + c, c_kept & (c < width_out), channel, long)
+    x_row, y_row = (width * long).to(tl.int64), (width_out * long).to(tl.int64)
+    first = tl.program_id(2) * rows_each
+    end = tl.minimum(first + rows_each, height)
+    zeros = tl.zeros((R, C), tl.float32)
+    p0, q0, r0, p1, q1, r1, p2, q2, r2 = zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    older, newer = zeros, zeros
+    if stride == 1:
+        begin, stop = first + padding - 2, end + padding
+    else:
+        begin, stop = (first + padding) // 2 - 1, (end - 1 + padding) // 2 + 1
+    x_0 = _read(x_place, own, begin * stride - padding, first, end, x_row).to(tl.float32)
+    x_1 = _read(x_place, own, begin * stride - padding + 1, first, end, x_row).to(tl.float32)
+    a = _read(a_at, a_there, begin, 0, height_out, y_row)
+    b = _read(b_at, b_there, begin, 0, height_out, y_row)
+    c = _read(c_at, c_there, begin, 0, height_out, y_row)
+    for y in range(begin, stop):
+        row = y * stride - padding
+        next_a = _read(a_at, a_there, y + 1, 0, height_out, y_row)
+        next_b = _read(b_at, b_there, y + 1, 0, height_out, y_row)
+        next_c = _read(c_at, c_there, y + 1, 0, height_out, y_row)
+        x_2 = _read(x_place, own, row + 2, first, end, x_row).to(tl.float32)
+        a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+        _write(dx_place, own, older + _times(a, b, c, u0, v0, w0), row, first, end, x_row)
+        if stride == 1:
+            older = newer + _times(a, b, c, u1, v1, w1)
+            newer = _times(a, b, c, u2, v2, w2)
+        else:
+            _write(dx_place, own, _times(a, b, c, u1, v1, w1), row + 1, first, end, x_row)
+            older = _times(a, b, c, u2, v2, w2)
+        p0, q0, r0 = p0 + a * x_0, q0 + b * x_0, r0 + c * x_0
+        p1, q1, r1 = p1 + a * x_1, q1 + b * x_1, r1 + c * x_1
+        p2, q2, r2 = p2 + a * x_2, q2 + b * x_2, r2 + c * x_2
+        if stride == 1:
+            x_0, x_1 = x_1, x_2
+        else:
+            x_0, x_1 = x_2, _read(x_place, own, row + 3, first, end, x_row).to(tl.float32)
+        a, b, c = next_a, next_b, next_c
+    split = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    mine, inside = partial + split * 9 * long + channel, channel < long
+    tl.store(mine, tl.sum(p0, axis=0), mask=inside)
+    tl.store(mine + long, tl.sum(q0, axis=0), mask=inside)
+    tl.store(mine + 2 * long, tl.sum(r0, axis=0), mask=inside)
+    tl.store(mine + 3 * long, tl.sum(p1, axis=0), mask=inside)
+    tl.store(mine + 4 * long, tl.sum(q1, axis=0), mask=inside)
+    tl.store(mine + 5 * long, tl.sum(r1, axis=0), mask=inside)
+    tl.store(mine + 6 * long, tl.sum(p2, axis=0), mask=inside)
+    tl.store(mine + 7 * long, tl.sum(q2, axis=0), mask=inside)
+    tl.store(mine + 8 * long, tl.sum(r2, axis=0), mask=inside)
 
 
 @_kernel

@@ -174,16 +174,16 @@ def unit_of(*lengths: int) -> int:
 
 def _two_passes(rows: int, width: int, device: torch.device) -> tuple[_Deal, _Deal, Tensor]:
     """How the pass that sums and the one that writes are dealt out, and room for two sums of each split."""
-    reading, writing = deal(rows, width, _READERS, _SUMS), deal(rows, width, _WRITERS, _WRITERS)
+    reading, writing = _deal(rows, width, _READERS, _SUMS), _deal(rows, width, _WRITERS, _WRITERS)
     return reading, writing, torch.empty(2 * reading.splits * width, device=device)
 
 
-def deal(rows: int, channels: int, programs: int, most_splits: int, tile: int = _TILE) -> _Deal:
+def _deal(rows: int, channels: int, programs: int, most_splits: int) -> _Deal:
     """Tiles for about this many programs, at most ``most_splits`` of them on one column."""
     narrow, wide = min(32, triton.next_power_of_2(channels)), 64
     padded = {size: -(-channels // size) * size for size in (narrow, wide)}
     C = wide if padded[wide] <= 1.1 * padded[narrow] else narrow
-    R, columns = tile // C, -(-channels // C)
+    R, columns = _TILE // C, -(-channels // C)
     most = min(max(1, programs // columns), -(-rows // R), most_splits)
     rows_each = -(-rows // (most * R)) * R
     return _Deal(R, C, columns, -(-rows // rows_each), rows_each)

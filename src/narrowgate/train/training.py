@@ -155,8 +155,9 @@ class Training:
         if most <= base:
             return
         images = self.data.train_size if isinstance(self.data, FolderData) else len(self.data.train)
-        room = self.full.multiply_adds // max(1, now.multiply_adds)
-        self.set_batch(base * max(1, min(room, most // base, images // (base * self.place.world))))
+        room = base * self.full.multiply_adds // max(1, now.multiply_adds)
+        quarter = base // 4 if base % 4 == 0 else base
+        self.set_batch(max(base, min(room, most, images // self.place.world) // quarter * quarter))
 
     def set_batch(self, batch: int) -> None:
         """Train with batches of another size from the next epoch on."""

@@ -154,7 +154,7 @@ class ShrinkPart(Part):
         default=0,
         metadata=key(
             Number(0, whole=True),
-            "for `during`: after a cut, take as many `train.batch` a step as the full network had multiply-adds for, "
+            "for `during`: after a cut, take as many images a step as the full network had multiply-adds for, "
             "up to this; 0: batches stay as they are",
         ),
     )
