@@ -141,6 +141,23 @@ def test_gates_of_a_transposed_depthwise_convolution():
     assert_same_function(reference, model, image())
 
 
+@pytest.mark.parametrize("outputs", [8, 4])
+def test_gates_of_a_transposed_convolution_with_groups(outputs):
+    """Its outputs' gates go group by group; while the model trains, it is a wall."""
+    up = nn.ConvTranspose2d(8, outputs, 2, stride=2, groups=2)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), up, nn.Conv2d(outputs, 4, 1)).double()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        gates["0"].g[[0, 2, 5, 7]] = 0
+        gates["2"].g[[1, outputs - 1]] = 0
+    reference = copy.deepcopy(model)
+    assert [wall.op for wall in ng.plan(model, image(), training=True).walls] == ["conv_transpose2d"]
+    ng.compact_(model, ng.plan(model, image()))
+    left = [i for i in range(outputs) if i not in (1, outputs - 1)]
+    assert model[2].in_channels == 4 and torch.equal(model[2].gate.g, reference[2].gate.g[left])
+    assert_same_function(reference, model, image())
+
+
 def test_in_place_without_gates():
     model = settle_(Residual(), image())
     close_(model.conv1, [0, 1])

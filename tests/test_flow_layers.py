@@ -190,7 +190,9 @@ NORMS = {
     "group_norm": lambda net, x: net.norm(x),
     "rms_norm": lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1),
     "rms_norm_over_everything": lambda net, x: F.rms_norm(x, x.shape[1:]),
-    "normalize": lambda net, x: F.normalize(x, dim=1),
+    "normalize_that_counts": lambda net, x: F.normalize(x, p=0.0, dim=1),
+    "repeated_as_often_as_it_is_wide": lambda net, x: x * x.sum(1, keepdim=True).expand_as(x).mean(1, keepdim=True),
+    "distance": lambda net, x: x * F.pairwise_distance(x.movedim(1, -1), x.relu().movedim(1, -1))[:, None],
     "softmax_over_channels": lambda net, x: x.softmax(1),
     "local_response": lambda net, x: F.local_response_norm(x, 3),
     "pad_channels": lambda net, x: F.pad(x, (0, 0, 0, 0, 1, 1))[:, 1:-1],
@@ -245,6 +247,81 @@ def test_a_maximum_or_sum_over_channels_needs_few_constants(name):
     model = between(middle, nn.Conv2d(1, 4, 1))
     plan, _ = shrink_all(model, image(), also=[image(size=12)])
     assert kept(plan, "conv1.weight") == left
+
+
+NORMALISED = {
+    "normalize": lambda net, x: F.normalize(x, dim=1),
+    "of_order_one": lambda net, x: F.normalize(x, 1.0, dim=-3, eps=1e-3),
+    "largest": lambda net, x: F.normalize(x, torch.inf),
+    "by_hand": lambda net, x: x / x.norm(dim=1, keepdim=True).clamp(min=1e-6),
+    "features": lambda net, x: F.normalize(x.mean((2, 3)), dim=1)[..., None, None],
+}
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_zeros_go_through_a_division_by_the_length(name):
+    """Zeros are no part of the length, and zero divided by what has a floor is zero; other constants stay."""
+    plan, _ = shrink_all(between(NORMALISED[name]), image(), also=[image(size=12), torch.zeros_like(image())])
+    assert kept(plan, "conv1.weight") == [0, 3, 4, 5] and not plan.walls
+
+
+NO_FLOOR = {
+    "no_floor": lambda net, x: x / x.norm(dim=1, keepdim=True),
+    "floor_of_zero": lambda net, x: x / x.norm(dim=1, keepdim=True).clamp_min(0.0),
+    "ceiling": lambda net, x: x / x.norm(dim=1, keepdim=True).clamp(1e-6, 1.0),
+    "floor_moved": lambda net, x: x / x.norm(dim=1, keepdim=True).clamp_min(1e-6).sub_(1.0),
+    "turned_round": lambda net, x: 1 / x.norm(dim=1, keepdim=True).clamp_min(1e-6) / (x + 2),
+}
+
+
+@pytest.mark.parametrize("name", NO_FLOOR)
+def test_zero_divided_by_what_may_be_zero_varies(name):
+    plan, _ = shrink_all(between(NO_FLOOR[name]), image(), removes=None)
+    assert kept(plan, "conv1.weight") is None
+
+
+# What is left of conv1's channels; what is zero in one of the two only is part of the other's length.
+COSINES = {
+    "with_itself_behind_an_activation": (lambda net, x: F.cosine_similarity(x, x.sigmoid() * x), [0, 3, 4, 5]),
+    "with_zeros_elsewhere": (lambda net, x: F.cosine_similarity(x.relu(), x), [0, 3, 4, 5]),
+    "with_no_zeros": (lambda net, x: F.cosine_similarity(x, x + 1), None),
+    "with_parameters": (lambda net, x: F.cosine_similarity(x, net.first[:, None, None]), [0, 2, 3, 4, 5]),
+    "with_a_number": (lambda net, x: F.cosine_similarity(x, x.sum(1, keepdim=True)), None),
+    "along_another_axis": (lambda net, x: F.cosine_similarity(x, x.relu(), dim=2).mean(1, keepdim=True), None),
+}
+
+
+@pytest.mark.parametrize("name", COSINES)
+def test_cosine_similarity_over_channels(name):
+    middle, left = COSINES[name]
+    first = nn.Parameter(torch.tensor([1.0, 0, 2, 3, 4, 5]))
+    model = between(lambda net, x: middle(net, x).reshape(len(x), 1, -1, 8), nn.Conv2d(1, 4, 1), first=first)
+    plan, _ = shrink_all(model, image(), removes=None)
+    assert kept(plan, "conv1.weight") == left
+    assert kept(plan, "first") == (left if name == "with_parameters" else None)
+
+
+def test_a_classifier_by_cosine():
+    """Classes as directions: a feature that is zero goes where every class is zero there, too."""
+
+    def body(net, x):
+        return F.cosine_similarity(net.conv1(x).amax((2, 3))[:, None], net.classes, dim=-1) * 8
+
+    model = settle_(Net(body, conv1=nn.Conv2d(3, 6, 3), classes=nn.Parameter(torch.randn(5, 6))), image())
+    close_(model.conv1, [1, 2, 4])
+    with torch.no_grad():
+        model.classes[:, [0, 1, 4]] = 0
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "conv1.weight") == kept(plan, "classes", 1) == [0, 2, 3, 5]
+    assert [wall.op for wall in ng.plan(model, image(), training=True).walls] == ["cosine_similarity"]
+
+
+def test_a_mean_over_channels_says_why_and_one_by_hand_is_no_wall():
+    """The number by which a mean divides is its input's width; a number in the code stays what it is."""
+    walls = [ng.plan(between(NORMS[f"{name}_over_channels"]), image()).walls for name in ("mean", "var")]
+    assert {wall.why for found in walls for wall in found} == {"it divides by the number of channels"}
+    plan, _ = shrink_all(between(lambda net, x: x * (x.sum(1, keepdim=True) / 6)), image())
+    assert kept(plan, "conv1.weight") == [0, 3, 4, 5] and not plan.walls
 
 
 def test_a_maximum_over_channels_is_a_wall_while_training():

@@ -214,6 +214,43 @@ def test_transposed_depthwise_convolution(bias):
     assert small.conv2.groups == small.conv2.in_channels == small.conv2.out_channels == len(small.conv2.weight)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolution_with_groups(dims, bias):
+    """Groups stay equal: two inputs of three and one output of two. What is zero goes, its bias is added behind."""
+    conv, up = getattr(nn, f"Conv{dims}d"), getattr(nn, f"ConvTranspose{dims}d")
+    middle = up(6, 4, 3, stride=2, padding=1, groups=2, bias=bias)
+    x = torch.randn(4, 3, *[7] * dims, dtype=torch.float64)
+    model = settle_(nn.Sequential(conv(3, 6, 3), nn.ReLU(), middle, conv(4, 3, 1)), x)
+    close_(model[0], [1, 5])
+    close_(model[2], [0, 3], 0.5)
+    with torch.no_grad():
+        model[2].weight[0, 1] = 0  # nothing reads the first input any more, and of the second group all are needed
+    plan, small = shrink_all(model, x, also=[torch.randn(2, 3, *[9] * dims, dtype=torch.float64)])
+    assert kept(plan, "2.weight", 0) == kept(plan, "0.weight") == [0, 2, 3, 4]
+    assert plan.cuts["2.weight"].grouped == [[1], [0]] and kept(plan, "3.weight", 1) == [1, 2]
+    assert (small[2].in_channels, small[2].out_channels, small[2].groups) == (4, 2, 2)
+    assert ng.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_transposed_convolution_with_groups_keeps_constants_that_it_reads():
+    """Beside its border a constant is none: 3 stays for what reads it, 4 goes where no weight does."""
+    model = net(three, nn.ConvTranspose2d(6, 4, 3, padding=1, groups=2), conv3=nn.Conv2d(4, 3, 1))
+    with torch.no_grad():
+        model.conv2.weight[4] = 0
+    plan, _ = shrink_all(model, image(), also=[image(size=11)])
+    assert kept(plan, "conv1.weight") == [0, 1, 3, 5]
+
+
+def test_what_a_transposed_convolution_with_groups_makes_of_zeros_alone():
+    """Its first group reads zeros only: both outputs are their bias, and one of them has to stay as such."""
+    model = net(three, nn.ConvTranspose2d(6, 4, 2, groups=2), conv3=nn.Conv2d(4, 3, 3, padding=1))
+    close_(model.conv1, [0, 1, 2])
+    close_(model.conv2, [2])
+    plan, small = shrink_all(model, image(), also=[image(size=11)])
+    assert len(kept(plan, "conv2.bias")) == 2 and small.conv2.groups == 2
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 def test_one_and_three_dimensions(dims):
     conv, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")

@@ -28,6 +28,13 @@ def refuse_bypassed_gates(model: nn.Module, plain: nn.Module, graph: Graph) -> N
 
 
 def _message(layer: str, tensor: str, where: str, op: str) -> str:
+    if layer.endswith("_orig_mod"):
+        wrapper = layer.rpartition(".")[0]
+        return (
+            f"torch.compile wraps {wrapper!r}, a single layer with a gate: its call can't be told from {where} reading "
+            "its weight, which would go round the gate. Put the layer itself there to plan, or compile the module that "
+            "it is in"
+        )
     return (
         f"the gate on {layer!r} does not reach {where}, which reads {tensor!r} itself ({op}): with the gate multiplied "
         "into the weight it would compute something else. Let it call the layer (not in a branch of torch.cond, where "

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from narrowgate.flow.state import Labels
 
-GROUPED_INPUTS = -1
-"""In place of an axis: the inputs of all groups of a grouped convolution, one after the other."""
+GROUPED = -1
+"""In place of the second axis of a grouped convolution: the inputs of all groups, one after the other; of a transposed
+one, the outputs."""
 
 
 class Couplings:
@@ -29,9 +30,9 @@ class Couplings:
         """The labels of one axis of a parameter or buffer, made at first sight."""
         return self._labels(name, axis, self.tensors[name].shape[axis])
 
-    def input_labels_of(self, weight: str, size: int) -> Labels:
-        """Labels for all inputs of a grouped convolution, whose weight has an axis for one group's inputs only."""
-        return self._labels(weight, GROUPED_INPUTS, size)
+    def grouped_labels_of(self, weight: str, size: int) -> Labels:
+        """Labels for what the second axis of a grouped convolution's weight has for one group only."""
+        return self._labels(weight, GROUPED, size)
 
     def _labels(self, name: str, axis: int, size: int) -> Labels:
         key = (name, axis)

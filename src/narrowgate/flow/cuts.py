@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays of one parameter or buffer: positions by axis; with groups, input positions for each group."""
+    """What stays of one parameter or buffer: positions by axis; with groups, of the second axis in each of them."""
 
     shape: tuple[int, ...]
     keep: dict[int, list[int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrowgate.flow.analysis import Flow, Mixer
+from narrowgate.flow.couplings import GROUPED
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
 
@@ -47,9 +48,10 @@ def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -
     )
 
 
-def grouped_columns(decision: Decision, mixer: Mixer) -> list[list[int]] | None:
-    """For a grouped convolution, the kept inputs of each group, counted within the group."""
-    columns = mixer.inputs.labels
-    if mixer.groups == 1 or mixer.groups == len(columns) or decision.kept[columns].all():
+def left_by_group(flow: Flow, decision: Decision, weight: str) -> list[list[int]] | None:
+    """For a grouped convolution, what stays of its second axis in each group, counted within the group."""
+    labels = flow.axis_labels.get((weight, GROUPED))
+    if labels is None or decision.kept[labels].all():
         return None
-    return [np.flatnonzero(group).tolist() for group in decision.kept[columns].reshape(mixer.groups, -1)]
+    groups = decision.kept[labels].reshape(-1, flow.tensors[weight].shape[1])
+    return [np.flatnonzero(group).tolist() for group in groups]

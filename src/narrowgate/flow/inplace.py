@@ -152,12 +152,22 @@ def _gate_cuts(model: nn.Module, plan: Plan) -> dict[str, Cut]:
         how = plan.cuts.get(f"{name}.weight")
         if not isinstance(layer, GatedLayer) or how is None:
             continue
-        transposed = bool(getattr(layer, "transposed", False)) and getattr(layer, "groups", 1) == 1
-        for key, axis in (("gate", int(transposed)), ("gate_in", int(not transposed))):
-            gate = layer._modules.get(key)
-            if isinstance(gate, Gate) and axis in how.keep and gate.size == how.shape[axis]:
-                cuts[f"{name}.{key}.g"] = Cut((how.shape[axis],), {0: how.keep[axis]})
+        for key in ("gate", "gate_in"):
+            gate, left = layer._modules.get(key), _left(layer, how, outputs=key == "gate")
+            if isinstance(gate, Gate) and left is not None and gate.size == left[0]:
+                cuts[f"{name}.{key}.g"] = Cut((gate.size,), {0: left[1]})
     return cuts
+
+
+def _left(layer: nn.Module, how: Cut, outputs: bool) -> tuple[int, list[int]] | None:
+    """How many channels a layer has on one side, and which of them a cut of its weight leaves; None if all stay."""
+    transposed, groups = bool(getattr(layer, "transposed", False)), int(getattr(layer, "groups", 1))
+    if outputs and transposed and groups > 1 and how.shape[:2] != (groups, 1):
+        width, by_group = how.shape[1], enumerate(how.grouped or [])
+        left = [width * i + place for i, places in by_group for place in places]
+        return (groups * width, left) if left else None
+    axis = 0 if transposed and groups > 1 else int(outputs == transposed)
+    return (how.shape[axis], how.keep[axis]) if axis in how.keep else None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Rules for layers with weights across channels: convolutions, transposed convolutions, linear, embedding."""
+"""Rules for layers with weights across channels: convolutions, linear layers, embeddings."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FORWARDS = {layer.forward for layer in _LAYERS}
 def convolution(flow: Flow, node: Node) -> None:
     """conv1d/2d/3d and linear: y = W x + b over channels, whatever the kernel does in space."""
     linear = op_name(node) == "linear"
-    names = _parameter_names(flow, node)
+    names = parameter_names(flow, node)
     if names is None:
-        wall_rule(flow, node, _why_not(node))
+        wall_rule(flow, node, why_not(node))
         return
     weight_name, bias_name = names
     weight = flow.tensors[weight_name].detach()
@@ -41,8 +41,8 @@ def convolution(flow: Flow, node: Node) -> None:
     nonzero = flow.nonzero(weight_name).reshape(groups, -1, weight.shape[1])  # group, output, input
     inputs = state.along(axis)
     foldable = linear or _unpadded(arg(node, 4, "padding", 0), weight.shape[2:])
-    shared = not _editable(flow, node, weight_name, bias_name)
-    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, foldable, shared)
+    shared = not editable(flow, node, weight_name, bias_name)
+    values = outputs(flow, weight_name, bias_name, nonzero, inputs, foldable, shared)
     result = labelled(shape, out_axis, flow.labels_of(weight_name, 0), values)
     if bias_name is not None:
         flow.tie(flow.labels_of(bias_name, 0), result.labels)
@@ -55,76 +55,7 @@ def convolution(flow: Flow, node: Node) -> None:
     )
     flow.mixers.append(mixer)
     merges = foldable and groups == 1 and state.axis == axis and weight.dtype in (torch.float32, torch.float64)
-    flow.put(node, result, _backward(flow, mixer, read, nonzero, flow.borders.get(read) if merges else None))
-
-
-def transposed_convolution(flow: Flow, node: Node) -> None:
-    """Its borders overlap fewer kernels, so a non-zero constant never stays one; otherwise like a convolution."""
-    names = _parameter_names(flow, node)
-    if names is None:
-        wall_rule(flow, node, _why_not(node))
-        return
-    groups = int(arg(node, 6, "groups", 1))
-    weight = flow.tensors[names[0]]
-    read = flow.reads(node, node.args[0])
-    state = flow.state(read)
-    axis = len(state.shape) - (weight.dim() - 1)
-    if groups == 1:
-        _turned(flow, node, names, read, axis, foldable=False)
-    elif state.axis == axis and weight.shape[:2] == (groups, 1):
-        _transposed_depthwise(flow, node, names, read)
-    else:
-        wall_rule(flow, node, "it has groups")
-
-
-def _transposed_depthwise(flow: Flow, node: Node, names: tuple[str, str | None], read: Node) -> None:
-    """Each channel by itself, as in a norm: zero, or a weight of zero, leaves the bias."""
-    weight, bias = names
-    state = flow.state(read)
-    for name in names:
-        if name is not None:
-            flow.tie(state.labels, flow.labels_of(name, 0))
-    known = state.values == 0
-    if flow.closed is None and weight not in flow.numbers.missing:
-        known = known | ~flow.nonzero(weight).any(1)
-    shift = 0.0 if bias is None else flow.tensors[bias].detach().double().cpu().numpy()
-    result = State(shape_of(node), state.axis, state.labels, np.where(known, shift, np.nan))
-    flow.put(node, result, lambda live: flow.mark(read, live & result.varies))
-
-
-def turned_linear(flow: Flow, node: Node) -> None:
-    """addmm(bias, x, weight): a linear layer whose weight is (in, out), as GPT-2's Conv1D has it."""
-    sources: Any = node.args
-    bias, weight = (flow.graph.tensors.get(sources[i]) for i in (0, 2))
-    if bias is None or weight is None or node.kwargs or flow.resolve(sources[2]) is not sources[2]:
-        wall_rule(flow, node, "its weight is computed, not a parameter")
-        return
-    if flow.tensors[bias].shape != flow.tensors[weight].shape[1:]:
-        wall_rule(flow, node, "what it adds is no bias")
-        return
-    _turned(flow, node, (weight, bias), flow.reads(node, sources[1]), 1, foldable=True)
-
-
-def _turned(flow: Flow, node: Node, names: tuple[str, str | None], read: Node, axis: int, foldable: bool) -> None:
-    """A layer whose weight is (in, out, ...); constants can become its bias if ``foldable``."""
-    weight_name, bias_name = names
-    state = flow.state(read)
-    if state.axis == axis:
-        flow.tie(state.labels, flow.labels_of(weight_name, 0))
-    else:
-        flow.pin(flow.labels_of(weight_name, 0), f"for the input of {layer_of(node)}")
-    nonzero = flow.nonzero(weight_name).T[None]
-    inputs = state.along(axis)
-    shared = not _editable(flow, node, weight_name, bias_name)
-    values = _outputs(flow, weight_name, bias_name, nonzero, inputs, foldable, shared, transposed=True)
-    result = labelled(shape_of(node), axis, flow.labels_of(weight_name, 1), values)
-    if bias_name is not None:
-        flow.tie(flow.labels_of(bias_name, 0), result.labels)
-    seen_as = state if state.axis == axis else State(state.shape, axis, np.zeros(len(inputs), np.int64), inputs)
-    zero, folds = ~nonzero.any(2).reshape(-1), foldable and not shared
-    mixer = Mixer(node, layer_of(node), weight_name, bias_name, 1, 1, seen_as, result, folds, shared, zero, values)
-    flow.mixers.append(mixer)
-    flow.put(node, result, _backward(flow, mixer, read, nonzero))
+    flow.put(node, result, backward_of(flow, mixer, read, nonzero, flow.borders.get(read) if merges else None))
 
 
 def embedding(flow: Flow, node: Node) -> None:
@@ -145,7 +76,7 @@ def embedding(flow: Flow, node: Node) -> None:
     flow.put(node, result, lambda live: flow.mark(places, bool((live & result.varies).any())))
 
 
-def _why_not(node: Node) -> str:
+def why_not(node: Node) -> str:
     return "its numbers are complex" if _is_complex(node) else "its weight is computed, not a parameter"
 
 
@@ -153,7 +84,7 @@ def _is_complex(node: Node) -> bool:
     return bool(node.meta["val"].is_complex())
 
 
-def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
+def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
     """The names of weight and bias, or None where one is not a parameter of the model itself or has no real numbers."""
     if _is_complex(node):
         return None
@@ -171,7 +102,7 @@ def _parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
     return names[0], names[1]
 
 
-def _editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
+def editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
     """Whether this operation alone reads its weights, and a bias is there or can be added to its layer."""
     if flow.uses[weight] > 1 or (bias is not None and flow.uses[bias] > 1):
         return False
@@ -199,7 +130,7 @@ def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, wei
     elif groups == len(state.labels):  # depthwise: each input channel has output channels of its own
         flow.tie(np.repeat(state.labels, len(rows) // groups), rows)
     else:
-        flow.tie(state.labels, flow.input_labels_of(weight, len(state.labels)))
+        flow.tie(state.labels, flow.grouped_labels_of(weight, len(state.labels)))
         flow.equal_counts.append(state.labels.reshape(groups, -1))
         flow.equal_counts.append(rows.reshape(groups, -1))
 
@@ -210,7 +141,7 @@ def _unpadded(padding: Any, kernel: tuple[int, ...]) -> bool:
     return not np.any(padding)
 
 
-def _outputs(
+def outputs(
     flow: Flow,
     weight_name: str,
     bias_name: str | None,
@@ -266,7 +197,7 @@ def _beside_borders(
     return np.where(np.isnan(values), found[0], values)
 
 
-def _backward(
+def backward_of(
     flow: Flow, mixer: Mixer, read: Node, nonzero: Mask, table: Values | None = None
 ) -> Callable[[Mask], None]:
     groups, rows, _ = nonzero.shape
@@ -286,7 +217,5 @@ def _backward(
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("conv1d conv2d conv3d linear".split(), convolution),
-    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), transposed_convolution),
-    "addmm": turned_linear,
     "embedding": embedding,
 }

@@ -98,6 +98,25 @@ def expand(flow: Flow, node: Node) -> None:
     put_moved(flow, node, axis, None)
 
 
+def expand_as(flow: Flow, node: Node) -> None:
+    """What is repeated along another tensor's channels has channels like those: each is all that there was."""
+    read, other = (flow.reads(node, source) for source in node.args[:2])
+    state, like = flow.state(read), flow.state(other)
+    shape = shape_of(node)
+    axis = like.axis
+    if axis is None or state.axis is not None or read in flow.spreads or _covers(state.shape, shape, axis):
+        expand(flow, node)
+        return
+    result = labelled(shape, axis, like.labels, np.full(len(like.labels), state.values[0]))
+    flow.put(node, result, lambda live: flow.mark(read, bool((live & result.varies).any())))
+
+
+def _covers(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> bool:
+    """Whether a tensor already had its full size along an axis of what it is expanded to."""
+    own = axis - (len(after) - len(before))
+    return own >= 0 and before[own] == after[axis]
+
+
 def repeat(flow: Flow, node: Node) -> None:
     state = flow.state(flow.reads(node, node.args[0]))
     shape = shape_of(node)
@@ -212,7 +231,8 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
         "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as _reshape_alias".split(), reshape
     ),
     **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
-    **dict.fromkeys("expand expand_as broadcast_to".split(), expand),
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
+    "expand_as": expand_as,
     **dict.fromkeys("cat concat concatenate".split(), cat),
     "stack": stack,
     "repeat": repeat,

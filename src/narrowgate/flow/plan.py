@@ -15,7 +15,7 @@ from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
-from narrowgate.flow.editing import edit_of, grouped_columns
+from narrowgate.flow.editing import edit_of, left_by_group
 from narrowgate.flow.numbers import own_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import swept
@@ -218,15 +218,12 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str, norms: 
             labels = flow.axis_labels.get((name, axis))
             if labels is not None and not decision.kept[labels].all():
                 keep[axis] = decision.positions(labels).tolist()
-        if keep:
-            cuts[name] = Cut(tuple(tensor.shape), keep)
+        grouped = left_by_group(flow, decision, name)
+        if keep or grouped:
+            cuts[name] = Cut(tuple(tensor.shape), keep, grouped)
     edits: dict[str, Edit] = {}
     for i, mixer in enumerate(flow.mixers):
         edit = edit_of(flow, decision, mixer, decision.carriers.get(i))
-        grouped = grouped_columns(decision, mixer)
-        if grouped is not None:
-            old = cuts.get(mixer.weight, Cut(tuple(flow.tensors[mixer.weight].shape), {}))
-            cuts[mixer.weight] = Cut(old.shape, old.keep, grouped)
         if layout != "aligned":
             edit = narrow_to_own_channels(flow, decision, mixer, edit, cuts)
         edits.setdefault(mixer.weight, edit)

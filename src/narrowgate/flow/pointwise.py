@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.borders import carries, through
-from narrowgate.flow.state import Labels, Mask, State, Values, labelled, unlabelled
+from narrowgate.flow.state import Labels, Mask, State, Values, labelled, rounded, unlabelled
 from narrowgate.flow.trace import is_in_place, op_name
 
 POINTWISE = frozenset(
@@ -48,6 +48,8 @@ def pointwise(flow: Flow, node: Node) -> None:
     size = 1 if axis is None else shape[axis]
     known = {source: _values_along(state, shape, axis) for source, state in states.items()}
     values = evaluate(node, known, size, flow.closed is None)
+    if op_name(node).rstrip("_") == "div" and _is_positive(flow, node, node.args[1]):
+        values = np.where(known[cast(Node, node.args[0])] == 0, 0.0, values)
     if len(sources) == 1 and carries(op_name(node).rstrip("_")):
         ((source, read),) = sources.items()
         values = through(flow, node, read, values, lambda table: _evaluate_table(node, source, table))
@@ -63,6 +65,19 @@ def pointwise(flow: Flow, node: Node) -> None:
             flow.mark(read, needed if aligned else bool(needed.any()))
 
     flow.put(node, state, backward)
+
+
+def _is_positive(flow: Flow, node: Node, source: Any) -> bool:
+    """Whether what an operation reads has a floor above 0, as the length has by which F.normalize divides."""
+    if not isinstance(source, Node):
+        return False
+    made = flow.reads(node, source)
+    name = op_name(made).rstrip("_") if made.op == "call_function" else ""
+    if name in ("expand", "expand_as"):
+        return _is_positive(flow, made, made.args[0])
+    if name not in ("clamp_min", "clamp") or len(made.args) != 2 or not isinstance(made.args[1], (int, float)):
+        return False
+    return bool(rounded(np.array([float(made.args[1])]), made.meta["val"].dtype)[0] > 0)
 
 
 def _axis_in(state: State, shape: tuple[int, ...]) -> int | None:

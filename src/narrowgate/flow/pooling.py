@@ -137,7 +137,8 @@ def _over_channels(flow: Flow, node: Node, read: Node, state: State) -> None:
     """Some constants can go without being missed; not while training, when any of them may become the largest."""
     told = _told_of_constants(node, state) if flow.closed is None else None
     if told is None:
-        wall_rule(flow, node, "it reduces over channels")
+        counts = any(word in op_name(node) for word in ("mean", "var", "std"))
+        wall_rule(flow, node, "it divides by the number of channels" if counts else "it reduces over channels")
         return
     flow.pin(state.labels[told], f"for constants that {op_name(node)} in {layer_of(node)} reads")
     value = node.meta["val"]

@@ -1,4 +1,4 @@
-"""Rules for products of two tensors, head by head: queries times keys, and weights times values."""
+"""Rules for products of two tensors: queries times keys and weights times values, head by head; cosines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from narrowgate.flow.analysis import Flow, wall_rule
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.spread import put_new_spread, spread_of
 from narrowgate.flow.state import Labels, Mask, Spread, unlabelled
-from narrowgate.flow.trace import op_name
+from narrowgate.flow.trace import layer_of, op_name
 
 WHY = "the code counts on the number of heads and their width"
 
@@ -56,6 +56,28 @@ def einsum(flow: Flow, node: Node) -> None:
             _weighted_values(flow, node, left, right, None, order)
             return
     wall_rule(flow, node)
+
+
+def cosine_similarity(flow: Flow, node: Node) -> None:
+    """A channel that is zero in both adds nothing to their product or their lengths; a sum in training is a wall."""
+    reads = [flow.reads(node, source) for source in node.args[:2]]
+    states = [flow.state(read) for read in reads]
+    rank = max(len(state.shape) for state in states)
+    axis = int(arg(node, 2, "dim", 1)) % rank
+    along = [state.axis is not None and state.axis + rank - len(state.shape) == axis for state in states]
+    if flow.closed is not None or not all(along) or len(states[0].labels) != len(states[1].labels):
+        wall_rule(flow, node, "it reduces over channels")
+        return
+    flow.tie(states[0].labels, states[1].labels)
+    for state in states:
+        told = ~state.varies & (state.values != 0)
+        flow.pin(state.labels[told], f"for constants that {op_name(node)} in {layer_of(node)} reads")
+
+    def backward(live: Mask) -> None:
+        for read, state in zip(reads, states, strict=True):
+            flow.mark(read, state.varies & live.any())
+
+    flow.put(node, unlabelled(shape_of(node)), backward)
 
 
 def _terms(equation: str) -> tuple[list[str], str]:
@@ -167,4 +189,5 @@ def turned(spread: Spread) -> Spread:
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("matmul bmm baddbmm".split(), product),
     "einsum": einsum,
+    "cosine_similarity": cosine_similarity,
 }

@@ -30,8 +30,8 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
         if isinstance(module, _ConvNd):
             module.groups = groups.get(name, module.groups)
             first, second = module.weight.shape[:2]
-            if module.transposed and module.groups == module.in_channels:  # one channel a group
-                module.groups = first
+            if module.transposed:  # where a group has one channel left, whole groups go
+                module.groups = min(module.groups, first)
             outputs, inputs = (second, first) if module.transposed else (first, second)
             module.in_channels = inputs if module.transposed else inputs * module.groups
             module.out_channels = outputs * module.groups if module.transposed else outputs

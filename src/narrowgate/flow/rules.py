@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.fx import Node
 
-from narrowgate.flow import attention, mixing, movement, normalising, pointwise, pooling, products, splits
+from narrowgate.flow import attention, mixing, movement, normalising, pointwise, pooling, products, splits, turned
 from narrowgate.flow.analysis import ClosedGates, Flow
 from narrowgate.flow.following import following
 from narrowgate.flow.trace import Graph
@@ -16,6 +16,7 @@ from narrowgate.flow.unknown import Numbers
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **following({**pointwise.RULES, **movement.RULES, **splits.RULES, **pooling.RULES, **normalising.RULES}),
     **mixing.RULES,
+    **turned.RULES,
     **products.RULES,
     **attention.RULES,
 }

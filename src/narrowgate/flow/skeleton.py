@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -181,17 +182,25 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Data(TorchFunctionMode):
-    """Records what tensors are made of: ``torch.tensor(x.shape[1])`` hands its number to no operation."""
+    """Records what tensors are made of, as ``torch.tensor(x.shape[1])`` hands its number to no operation."""
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self.log = log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FROM_DATA and not self.log.paused:
-            data = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
-            self.log.events.append(Event(("tensor", repr(data))))
-        return func(*args, **(kwargs or {}))
+        whole = func is F.normalize  # it repeats lengths along the channels, as many as there are
+        if self.log.paused or not (whole or func in _FROM_DATA):
+            return func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = [self.log.names[id(leaf)] for leaf in leaves if id(leaf) in self.log.names]
+        data = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self.log.events.append(Event((func.__name__, repr(data), *names)))
+        self.log.paused = whole
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.log.paused = False
 
 
 def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +83,7 @@ def trace(
     with in_mode(model, train, frozen), _batches_not_counted(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _no_stack_traces():
+            with _no_stack_traces(), no_partial_graph():
                 program = torch.export.export(model, args, kwargs, strict=False)
             graph = inlined(program.graph_module)
             _refuse_unknown_sizes(graph)
@@ -219,6 +221,15 @@ def _no_stack_traces() -> Iterator[None]:
     finally:
         if before is not None:
             config.do_not_emit_stack_traces = before
+
+
+@contextmanager
+def no_partial_graph() -> Iterator[None]:
+    """Where torch.export fails, it prints the graph so far, hundreds of lines, before an error that says enough."""
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        yield
+    sys.stderr.write(printed.getvalue())  # it did not fail: this is the model's own
 
 
 @contextmanager

@@ -58,15 +58,23 @@ def _why_not_copied(model: nn.Module, error: RuntimeError) -> str:
             if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves):
                 path = f"{name}.{key}".removeprefix(".")
                 if any(parameter.startswith(f"{key}_") for parameter in module._parameters):
-                    return (
-                        f"the weight {path!r} is computed. If torch.nn.utils.prune made it, call prune.remove(layer, "
-                        f"{key!r}) first; the zeros stay. If weight_norm did, call remove_weight_norm(layer, {key!r})"
-                    )
+                    return f"the weight {path!r} is computed. {_how_to_make_ordinary(module, key)}"
                 return (
                     f"the attribute {path!r} holds a result of an earlier forward pass, with its gradient. Set it to "
                     f"None first (model.{path} = None), or keep it as .detach()"
                 )
     return str(error).splitlines()[0]
+
+
+def _how_to_make_ordinary(module: nn.Module, key: str) -> str:
+    """Each of PyTorch's functions that compute a weight keeps something of its own beside it."""
+    if f"{key}_g" in module._parameters:
+        return f"Call torch.nn.utils.remove_weight_norm(layer, {key!r}) first"
+    if f"{key}_u" in module._buffers:
+        return f"Call torch.nn.utils.remove_spectral_norm(layer, {key!r}) first"
+    if f"{key}_mask" in module._buffers:
+        return f"Call torch.nn.utils.prune.remove(layer, {key!r}) first; the zeros stay"
+    return "Make it an ordinary parameter first, with the remove function of what computes it"
 
 
 def ungated(model: nn.Module) -> nn.Module:

@@ -30,9 +30,9 @@ class VerificationError(AssertionError):
 class Verification:
     """How far two models' outputs are apart.
 
-    ``relative_error`` is the largest difference over the spread of outputs across inputs; ``noise`` is what a change
-    of the inputs by one unit in the last place does, on the same scale, or of the weights where they are in half
-    precision.
+    ``relative_error`` is the largest difference over the spread of outputs across inputs, 0 where it is no more than
+    the outputs' own last digits; ``noise`` is what a change of the inputs by one unit in the last place does, on the
+    same scale, or of the weights where they are in half precision.
     """
 
     max_error: float
@@ -48,8 +48,11 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "same function" if self.passed else "DIFFERENT"
+        share = f"{self.relative_error:.1e} of the outputs' spread"
+        if self.max_error and not self.relative_error:  # "0.0e+00 of the spread" would contradict the difference
+            share = "within the rounding of the outputs themselves"
         return (
-            f"{verdict}: max difference {self.max_error:.1e}, {self.relative_error:.1e} of the outputs' spread "
+            f"{verdict}: max difference {self.max_error:.1e}, {share} "
             f"(rounding noise {self.noise:.1e}, allowed {self.tolerance:.1e})"
         )
 
@@ -142,14 +145,25 @@ def _worst(
         if halves and half is not None:
             _round_elsewhere_(model, halves, half)
             moved.append([_outputs(model, *batch) for batch in batches])
-    if not expected[0]:
-        raise TypeError(f"{type(model).__name__} gives out no tensors that could be compared")
+    _refuse_nothing_to_compare(model, expected)
     floor = None
     if half is not None:
         floor = 2 * torch.finfo(half).eps if halves else _TOLERANCE.get(half, 5e-2)
     each = zip(expected, actual, zip(*moved, strict=True), strict=True)
     results = [_compare(*one, tolerance, floor) for one in each]
     return max(results, key=lambda result: math.inf if math.isnan(result.relative_error) else result.relative_error)
+
+
+def _refuse_nothing_to_compare(model: nn.Module, expected: list[list[Tensor]]) -> None:
+    if not expected[0]:
+        raise TypeError(f"{type(model).__name__} gives out no tensors that could be compared")
+    floats = [t for outputs in expected for t in outputs if t.is_floating_point() and t.numel()]
+    if floats and not any(bool(t.isfinite().any()) for t in floats):
+        raise VerificationError(
+            f"can't tell whether the small model is the same function: all that {type(model).__name__} gives out is "
+            "NaN or infinite. Look for such numbers in its weights, where a run that diverged leaves them, and in the "
+            "inputs"
+        )
 
 
 def _round_elsewhere_(model: nn.Module, names: Sequence[str], half: torch.dtype) -> None:
