@@ -79,6 +79,11 @@ class TestWhichLayers:
         with pytest.raises(ValueError, match="layer '0' has no weights yet"):
             ng.attach_gates_(nn.Sequential(nn.LazyBatchNorm2d()), "linear")
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+    def test_a_model_compiled_by_torch_jit_is_refused(self):
+        with pytest.raises(TypeError, match=r"compiled by torch\.jit, which hides its layers; gate the model itself"):
+            ng.attach_gates_(torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+
     def test_nothing_matched_says_what_there_was(self):
         with pytest.raises(
             ValueError, match="nothing to gate in ConvNet: it has 6 x convolution or linear layer and none"

@@ -246,6 +246,18 @@ def test_the_optimizer_that_has_the_gates_is_found_among_several():
     assert any(others) and pulled and not any(pulled)
 
 
+def test_an_optimizer_that_was_made_before_the_gates_is_refused():
+    """It would leave them where they are for the whole run, and nothing would say so."""
+    model = Simple()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gates = ng.attach_gates_(model)
+    penalty = ng.Penalty(gates, "l1", 1e-3)
+    with pytest.raises(ValueError, match=r"SGD trains none of the gates.*add_param_group"):
+        Budget("params: 50%", model, EXAMPLE, penalty, 10, optimizer=optimizer)
+    optimizer.add_param_group({"params": gates.parameters()})
+    assert Budget("params: 50%", model, EXAMPLE, penalty, 10, optimizer=optimizer).optimizer is optimizer
+
+
 def test_the_target_is_held():
     model, gates = gated()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -98,6 +98,7 @@ def test_completion_can_be_installed():
         (("measure", "lenet5", "--zero", "0.5", "--modes", "grph"), "unknown mode 'grph'; choose from eager"),
         (("measure", "lenet5", "--zero", "0.5", "--devices", "tpu"), "unknown device 'tpu'"),
         (("inspect", "lenet5", "--image-shape", "28"), "'28' is not channels, height and width, such as 3,224,224"),
+        (("inspect", "mine:make", "--image-shape", "1x28"), "'1x28' is not the shape of one input, such as 3,224,224"),
         (("export", "lenet5", "--out", "model.bin"), "model.bin does not end in .onnx or .pt2: add --format"),
         (("measure", "lenet5", "--zero", "0.5", "--devices", ""), "no device is given"),
         (("measure", "lenet5", "--zero", "0.5", "--json", "."), ". is a folder; give the name of a file"),

@@ -410,3 +410,20 @@ def test_compare_shows_before_and_after():
     same = compare(before, before)
     assert "->" not in same
     assert "100.0% left" in same
+
+
+def test_inputs_that_do_not_fit_are_said_once(capfd):
+    """PyTorch would log where a forward without numbers failed, in sixty lines, before the message."""
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(3, 3, 2, 2)
+
+        def forward(self, x):
+            return torch.cat([x, self.up(F.max_pool2d(x, 2))], 1)
+
+    assert summarize(Joined(), torch.rand(2, 3, 8, 8)).parameters == 39
+    with pytest.raises(RuntimeError, match=r"Joined fails on one sample of the example inputs: .*Sizes of tensors"):
+        summarize(Joined(), torch.rand(2, 3, 7, 7))
+    assert not capfd.readouterr().err

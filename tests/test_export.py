@@ -133,6 +133,41 @@ def test_a_network_for_one_batch_size_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_batch_size_that_len_fixed_is_named(tmp_path):
+    """``len(x)`` is a number, not the size of an axis that may differ; nobody would guess it from torch.export."""
+
+    class Measured(Residual):
+        def forward(self, x):
+            return super().forward(x) + torch.zeros(1, 5).expand(len(x), -1)
+
+    class Sized(Residual):
+        def forward(self, x):
+            return super().forward(x) + torch.zeros(1, 5).expand(x.shape[0], -1)
+
+    with pytest.raises(ExportError, match=r"len\(x\) or int\(\.\.\.\) where x\.shape\[0\] would not"):
+        export(Measured(), EXAMPLE, tmp_path / "model.pt2", format="torch")
+    assert export(Sized(), EXAMPLE, tmp_path / "model.pt2", format="torch").proof.passed
+
+
+def test_a_wrapper_for_several_gpus_is_named(tmp_path):
+    with pytest.raises(ExportError, match=r"export needs the model inside DataParallel: pass model\.module"):
+        export(nn.DataParallel(Residual()), EXAMPLE, tmp_path / "model.pt2", format="torch")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_outputs_that_a_file_can_not_hold_are_said_in_a_line(tmp_path, format):
+    skip_without(format)
+
+    class Talking(Residual):
+        def forward(self, x):
+            return super().forward(x), "done"
+
+    with pytest.raises(ExportError) as stopped:
+        export(Talking(), EXAMPLE, tmp_path / "model", format=format)
+    assert "\x1b" not in str(stopped.value) and "\n" not in str(stopped.value)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("example", "path", "format", "message"),
     [

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +22,7 @@ from flow_helpers import (
 )
 from torch import distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 import narrowgate as ng
 from narrowgate import Plan, PlanError, TraceError, streamed
@@ -164,6 +166,54 @@ def kept_result(keep=lambda x: x):
 def test_models_that_need_something_first(model, match):
     with pytest.raises(TraceError, match=match):
         ng.plan(model, torch.rand(2, 3, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("put", "remedy"),
+    [
+        (nn.utils.weight_norm, r"nn\.utils\.remove_weight_norm\(layer, 'weight'\)"),
+        (nn.utils.spectral_norm, r"nn\.utils\.remove_spectral_norm\(layer, 'weight'\)"),
+        (lambda layer: prune.random_unstructured(layer, "weight", 0.5), r"nn\.utils\.prune\.remove\(layer, 'weight'\)"),
+    ],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+def test_a_computed_weight_comes_with_what_takes_it_off(put, remedy):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1))
+    put(model[0])
+    model(torch.rand(2, 3, 8, 8))
+    with pytest.raises(TraceError, match=rf"'0\.weight' is computed\. Call torch\.{remedy} first"):
+        ng.plan(model, torch.rand(2, 3, 8, 8))
+
+
+def test_a_single_gated_layer_in_torch_compile_is_named():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+    ng.attach_gates_(model)["2.0"].close_(torch.arange(4) < 2)
+    layer, block = model[0], model[2]
+    model[2] = torch.compile(block, backend="eager")
+    x = torch.randn(2, 3)
+    assert ng.plan(model, x).cuts["2._orig_mod.0.weight"].new_shape == (2, 4)
+    model[0] = torch.compile(layer, backend="eager")
+    with pytest.raises(
+        TraceError, match=r"torch\.compile wraps '0', a single layer .*compile the module that it is in"
+    ):
+        ng.plan(model, x)
+
+
+def test_a_model_that_can_not_be_traced_is_said_in_a_line(capfd):
+    """torch.export would print the graph up to there before, which is hundreds of lines for a detector."""
+
+    def body(net, x, talks=False):
+        print("from the model", file=sys.stderr)
+        y = net.fc(x).relu()
+        return y if talks or y.sum() > 0 else -y
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    with pytest.raises(TraceError, match="no branch on tensor values"):
+        ng.plan(Net(body, fc=nn.Linear(3, 4)).double(), x)
+    assert "def forward" not in capfd.readouterr().err
+    ng.plan(Net(lambda net, x: body(net, x, True), fc=nn.Linear(3, 4)).double(), x)
+    assert "from the model" in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

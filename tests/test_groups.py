@@ -111,6 +111,38 @@ class TestNeurons:
         hidden = 4 * WIDTH if name == "swin" else MLP
         assert [gate.size for gate in gates.modules()] == [hidden, hidden]
 
+    @pytest.mark.parametrize("mode", ["train", "eval"])
+    def test_pytorchs_own_encoder_layer(self, mode):
+        """Its fast path would read the weight past the gate; a network of such layers had no gates but on heads."""
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, MLP, dropout=0.0, batch_first=True).double()
+        before = copy.deepcopy(layer)
+        gates = ng.attach_gates_(layer, groups="neurons")
+        assert gates.names == ["linear1"]
+        gates["linear1"].close_(torch.arange(MLP) % 2 == 0)
+        plain = ng.merge_gates_(copy.deepcopy(layer))
+        assert not any(module._forward_pre_hooks for module in plain.modules())
+        x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+        with torch.no_grad():  # where the fast path would read the weights
+            assert_same(getattr(layer, mode)()(x), getattr(plain, mode)()(x), rtol=1e-12, atol=1e-12)
+            assert not torch.allclose(layer(x), before(x))
+        small = ng.compact(layer, ng.plan(layer, x))
+        assert small.linear1.out_features == MLP // 2
+        ng.verify(layer, small, x)
+
+    def test_an_encoder_layer_with_a_forward_of_its_own_is_left_out_by_name(self):
+        class Own(nn.TransformerEncoderLayer):
+            def forward(self, x):
+                return super().forward(x)
+
+        with pytest.raises(ValueError, match=r"Left out: linear1: nn\.TransformerEncoderLayer's fast path"):
+            ng.attach_gates_(Own(WIDTH, HEADS, MLP, batch_first=True), groups="neurons")
+
+    def test_a_layer_that_one_kind_leaves_out_and_another_gates_is_not_called_left_out(self):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.TransformerEncoderLayer(WIDTH, HEADS, MLP, batch_first=True))
+        assert "groups='neurons'" in ng.attach_gates_(copy.deepcopy(model)).skipped["1.linear1"]
+        gates = ng.attach_gates_(model, groups=("channels", "neurons"))
+        assert gates.names == ["0", "1.linear1"] and "1.linear1" not in gates.skipped
+
     def test_every_kind_that_is_asked_for_has_to_be_there(self):
         with pytest.raises(ValueError, match="no heads to gate in Mlp: none of a known kind"):
             ng.attach_gates_(timm.layers.Mlp(4, 8), groups=("neurons", "heads"))

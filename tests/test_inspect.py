@@ -188,3 +188,10 @@ def test_the_page(found):
     page = io.StringIO()
     print_inspection(seen, rich.Console(file=page, width=100))
     assert "24 gates; goes in 2 parts" in page.getvalue() and "at full width: none" in page.getvalue()
+
+
+def test_a_compiled_network_is_inspected_as_what_was_compiled():
+    """The wrapper's names are not those that costs are found by: all layers would have no parameters."""
+    model = Net()
+    assert inspect_model(torch.compile(model), IMAGES) == inspect_model(model, IMAGES)
+    assert inspect_model(model, IMAGES).layers[0].parameters == 8 * 3 * 9 + 8

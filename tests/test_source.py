@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -131,6 +132,26 @@ def test_a_function_of_ones_own_makes_the_network(tmp_path, monkeypatch):
         open_source("my_own_networks:number", image_shape=(1, 28, 28))
     with pytest.raises(SourceError, match="nowhere:make can't be imported"):
         open_source("nowhere:make", image_shape=(1, 28, 28))
+
+
+@pytest.mark.parametrize("shape", [(10,), (1, 64), (3, 4, 8, 8)])
+def test_a_network_of_ones_own_takes_inputs_of_any_shape(tmp_path, monkeypatch, shape):
+    (tmp_path / "shaped_networks.py").write_text(
+        f"from torch import nn\nmake = lambda: nn.Sequential(nn.Flatten(), nn.Linear({torch.Size(shape).numel()}, 2))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "shaped_networks", raising=False)
+    source = open_source("shaped_networks:make", image_shape=shape)
+    assert source.example().shape == (2, *shape) and source.full(source.example()).shape == (2, 2)
+    if len(shape) != 3:
+        with pytest.raises(SourceError, match="images have channels, height and width"):
+            open_source("lenet5", image_shape=shape)
+
+
+@pytest.mark.parametrize("name", ["./mine", "mine.py", "../folder/mine.py", "folder/mine", "/folder/mine.py"])
+def test_the_path_of_a_file_in_place_of_a_module_is_named(name):
+    with pytest.raises(SourceError, match=rf"{name}:make names a file: .* such as mine:make in the folder"):
+        open_source(f"{name}:make", image_shape=(1, 28, 28))
 
 
 def test_images_are_in_the_numbers_of_the_network():

@@ -102,6 +102,26 @@ def test_non_finite_outputs_of_both_models_do_not_hide_a_difference(bad):
         ng.verify(body(1.0), body(1.5), x)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_model_that_gives_out_nothing_finite_can_not_be_compared(bad):
+    """As a diverged one does: any two such models would be equal."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    first, second = Net(lambda net, x: x + bad), Net(lambda net, x: 2 * x + bad)
+    with pytest.raises(VerificationError, match=r"can't tell.*NaN or infinite"):
+        ng.verify(first, second, x)
+    with pytest.raises(VerificationError, match="can't tell"):
+        ng.verify(first, first, x)
+
+
+def test_a_difference_of_rounding_is_not_called_nothing_of_the_spread():
+    model = Net(lambda net, x: x)
+    result = ng.verify(model, Net(lambda net, x: x * (1 + 3e-16)), torch.randn(4, 3, dtype=torch.float64))
+    assert result.max_error > 0 == result.relative_error
+    assert "rounding of the outputs themselves" in str(result) and "0.0e+00 of" not in str(result)
+    same = ng.verify(model, model, torch.randn(4, 3, dtype=torch.float64))
+    assert "max difference 0.0e+00, 0.0e+00 of the outputs' spread" in str(same)
+
+
 def test_nan_elsewhere_fails():
     x = torch.randn(4, 3, dtype=torch.float64)
     first = Net(lambda net, x: torch.where(torch.arange(3) == 0, torch.nan, x))

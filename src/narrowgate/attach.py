@@ -11,14 +11,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.batched import forget_prepared_gates_, prepare_gates_together_
-from narrowgate.direct import forget_reader_, gate_for_reader_
+from narrowgate.direct import forget_reader_, gate_for_reader_, keep_called_
 from narrowgate.dtensors import check_whole
 from narrowgate.gated import has_gate
 from narrowgate.gates import ExponentialGate, Gate, GroupGate, HardConcreteGate, LinearGate
 from narrowgate.gateset import Gates, gates_of
 from narrowgate.groups import NAMES, Family
 from narrowgate.listed import Listed, listed_groups
-from narrowgate.sites import Site, Where, check_families, check_sites, find_groups, find_sites, layers_of, reader_of
+from narrowgate.sites import (
+    Site,
+    Where,
+    check_families,
+    check_sites,
+    find_groups,
+    find_sites,
+    layers_of,
+    may_be_kept_called,
+    reader_of,
+)
 from narrowgate.swap import can_merge, check_gate_fits, check_weights, divide_by_gate_, gate_layer_, merge_layer_
 
 __all__ = ["KINDS", "PLACEMENTS", "Gates", "Where", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"]
@@ -61,6 +71,10 @@ def attach_gates_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach_gates_ needs a model, an nn.Module that was built, got {model!r}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{type(model).__name__} is compiled by torch.jit, which hides its layers; gate the model itself"
+        )
     _check_choices(kind, placement, where=where, inputs=inputs, blocks=blocks)
     if kind == "linear":
         if inputs or blocks or placement == "after-norm" or keep_function or last or groups != "channels":
@@ -80,6 +94,8 @@ def attach_gates_(
         gate = make(site.size) if init is None else make(site.size, init)
         _like_weights_of(site.layer, model, gate)
         _put_(site.layer, site.key, gate, keep_function)
+        if may_be_kept_called(model, site.name):
+            keep_called_(site.layer)
         gates[site.label] = gate
     for family in families:
         shared = make(len(family.names)) if init is None else make(len(family.names), init)
@@ -220,6 +236,7 @@ def _together(
     sites: list[Site], more: list[Site], families: list[Family], skipped: dict[str, str]
 ) -> tuple[list[Site], dict[str, str]]:
     """Channels and neurons without those that another choice has: neurons are channels, a branch has one gate."""
+    skipped = {name: why for name, why in skipped.items() if name not in {site.name for site in more}}
     taken = {(site.layer, site.key) for site in sites}
     sites = [*sites, *(site for site in more if (site.layer, site.key) not in taken)]
     ends = {part.layer for family in families if family.label == "blocks" for part in family.parts}

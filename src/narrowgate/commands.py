@@ -12,7 +12,7 @@ _MODEL = "For a saved network: what it was at full size, a name as above."
 # As narrowgate.models has them; written here again because a shell asks at each press of TAB, and torch takes a second.
 NAMES = ("lenet5", "resnet164", "resnet", "densenet40", "mobilenetv2", "torchvision/", "timm/")
 _CLASSES = "Outputs of the network, where neither folder nor name tells."
-_SHAPE = "Channels, height and width of its images, where neither tells."
+_SHAPE = "Channels, height and width of its images, where neither tells; for module:function any shape of an input."
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -84,7 +84,7 @@ def add_commands(app: "typer.Typer") -> None:
         from narrowgate.measure.latency import ChoiceError, latency
         from narrowgate.printing import print_latency
 
-        sizes = _numbers(batches, "--batches")
+        sizes = _numbers(batches, "--batches", "batch sizes, such as 1,8,64")
         if json is not None:  # now, not after minutes of measuring
             if json.is_dir():
                 raise typer.BadParameter(f"{json} is a folder; give the name of a file", param_hint="--json")
@@ -151,17 +151,20 @@ def _names(incomplete: str) -> list[str]:
 def _open(what: str, model: str, classes: int | None, image_shape: str) -> Any:
     from narrowgate.source import open_source
 
-    shape = _numbers(image_shape, "--image-shape", 3) if image_shape else None
-    return open_source(what, model=model, classes=classes, image_shape=shape)  # type: ignore[arg-type]
+    shape = None
+    if image_shape and ":" in (model or what):
+        shape = _numbers(image_shape, "--image-shape", "the shape of one input, such as 3,224,224 or 1,16000")
+    elif image_shape:
+        shape = _numbers(image_shape, "--image-shape", "channels, height and width, such as 3,224,224", 3)
+    return open_source(what, model=model, classes=classes, image_shape=shape)
 
 
-def _numbers(text: str, option: str, count: int | None = None) -> tuple[int, ...]:
+def _numbers(text: str, option: str, wanted: str, count: int | None = None) -> tuple[int, ...]:
     """Whole numbers between commas; anything else is a usage error."""
     import typer
 
     words = _words(text)
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words) or count not in (None, len(words)):
-        wanted = "channels, height and width, such as 3,224,224" if count else "batch sizes, such as 1,8,64"
         raise typer.BadParameter(f"{text!r} is not {wanted}", param_hint=option)
     return tuple(int(word) for word in words)
 

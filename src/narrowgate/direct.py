@@ -28,12 +28,21 @@ def reads_gated(reader: nn.Module) -> bool:
 
 
 def forget_reader_(reader: nn.Module) -> None:
-    """Undo ``gate_for_reader_``."""
+    """Undo ``gate_for_reader_`` and ``keep_called_``."""
     pre_hooks, hooks = cast(dict[int, Any], reader._forward_pre_hooks), cast(dict[int, Any], reader._forward_hooks)
-    for registered, ours in ((pre_hooks, _before), (hooks, _after)):
+    for registered, ours in ((pre_hooks, _before), (hooks, _after), (pre_hooks, _nothing)):
         for key in [key for key, hook in registered.items() if hook is ours]:
             del registered[key]
             reader._forward_hooks_always_called.pop(key, None)
+
+
+def keep_called_(layer: nn.Module) -> None:
+    """Let nn.TransformerEncoderLayer call this layer of it, in eval mode too: its fast path is not for hooks."""
+    layer.register_forward_pre_hook(_nothing)
+
+
+def _nothing(layer: nn.Module, args: Any) -> None:
+    pass
 
 
 def _before(reader: nn.Module, args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 import warnings
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from narrowgate.flow.trace import in_mode
+from narrowgate.flow.trace import in_mode, no_partial_graph
 from narrowgate.flow.verify import Verification, VerificationError, verify
 from narrowgate.weights import uncompiled
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # for a terminal, which PyTorch puts into messages
 
 
 class ExportError(RuntimeError):
@@ -56,6 +59,8 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
             f"{target} is a folder; give the name of a file, such as {target / 'model'}{SUFFIXES[format]}"
         )
     model = uncompiled(model)
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ExportError(f"export needs the model inside {type(model).__name__}: pass model.module")
     write, open_ = (write_onnx, _open_onnx) if format == "onnx" else (write_torch, _open_torch)
     inputs = _at_least_two(example)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -112,12 +117,15 @@ def _program(model: nn.Module, example: Tensor) -> Any:
     model = uncompiled(model)
     with in_mode(model, False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        inputs = (_at_least_two(example),)
         try:
-            return torch.export.export(model, (_at_least_two(example),), dynamic_shapes=_any_batch(), strict=False)
+            with no_partial_graph():
+                return torch.export.export(model, inputs, dynamic_shapes=_any_batch(), strict=False)
         except Exception as error:
             raise ExportError(
                 f"torch.export can't trace {type(model).__name__} for any batch size: {_first_line(error)}. "
-                "Its forward must not branch on tensor values, nor fix the batch size in a view"
+                "Its forward must not branch on tensor values, nor fix the batch size, as a number in a view does, and "
+                "len(x) or int(...) where x.shape[0] would not"
             ) from error
 
 
@@ -131,7 +139,7 @@ def _at_least_two(example: Tensor) -> Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
@@ -147,7 +155,13 @@ class _File(nn.Module):
 
 
 def _open_torch(path: Path) -> Callable[[Tensor], Any]:
-    run: Callable[[Tensor], Any] = torch.export.load(path).module()
+    try:
+        run: Callable[[Tensor], Any] = torch.export.load(path).module()
+    except Exception as error:
+        raise ExportError(
+            f"torch.export can't read the file that it wrote: {_first_line(error)}. Let the network give out tensors "
+            "alone, in tuples, lists or dicts, and no text"
+        ) from error
     return run
 
 

@@ -31,6 +31,7 @@ _MLP = (
     ("fc1", "fc2"),
     ("c_fc", "c_proj"),
     ("lin1", "lin2"),
+    ("linear1", "linear2"),  # nn.TransformerEncoderLayer and nn.TransformerDecoderLayer
     ("0", "3"),  # torchvision's, an nn.Sequential
     ("intermediate.dense", "output.dense"),
 )

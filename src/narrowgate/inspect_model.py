@@ -23,6 +23,7 @@ from narrowgate.flow.ungated import closed_gates, ungated
 from narrowgate.measure.counts import summarize
 from narrowgate.sites import find_sites, layers_of
 from narrowgate.swap import in_channels, out_channels
+from narrowgate.weights import uncompiled
 
 _BY_CHANCE = "its parts stay equal"
 """A wall of the trial that says which channels were zeroed there, not what the network can lose."""
@@ -90,6 +91,7 @@ def inspect_model(model: nn.Module, example_inputs: ExampleInputs, *, made_by: P
     Args:
         made_by: the plan that made this model from a larger one, for ``was``.
     """
+    model = uncompiled(model)
     gates, skipped = _gates(model)
     costs = summarize(model, example_inputs)
     layers = dict(layers_of(ungated(model)))

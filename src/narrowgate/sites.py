@@ -26,6 +26,7 @@ from narrowgate.swap import (
 
 Where = Callable[[str, nn.Module], bool]
 _BY_ATTENTION = "nn.MultiheadAttention uses its weight directly"
+_FAST_PATH = "nn.TransformerEncoderLayer's fast path uses its weight directly"
 _REMEDIES = {
     "neurons": "none of a known kind was chosen; name the layers that make them with groups='channels' and where=",
     "heads": "none of a known kind was chosen; list them as groups={name: [(parameter name, axis, positions), ...]}",
@@ -103,7 +104,8 @@ def find_groups(
         if where is not None and not where(name, layer):
             return False
         why = refused.get(name, "")
-        if why == _BY_ATTENTION and reader_of(model, name) is not None:
+        served = why.startswith(_FAST_PATH) and may_be_kept_called(model, name)
+        if served or (why == _BY_ATTENTION and reader_of(model, name) is not None):
             why = ""
         elif not why and not has_gated_class(layer):
             why = f"a gate can't go into the weight of a {type(layer).__name__}"
@@ -131,6 +133,17 @@ def reader_of(model: nn.Module, name: str) -> nn.MultiheadAttention | None:
     if key != "out_proj" or not isinstance(module, nn.MultiheadAttention):
         return None
     return module if type(module).forward is nn.MultiheadAttention.forward else None
+
+
+def may_be_kept_called(model: nn.Module, name: str) -> bool:
+    """Whether this layer makes the neurons of an nn.TransformerEncoderLayer that a hook keeps from its fast path."""
+    parent, _, key = name.rpartition(".")
+    return key == "linear1" and is_own_encoder_layer(model.get_submodule(parent))
+
+
+def is_own_encoder_layer(module: nn.Module) -> bool:
+    """Whether this is an nn.TransformerEncoderLayer with PyTorch's own forward."""
+    return getattr(type(module), "forward", None) is nn.TransformerEncoderLayer.forward
 
 
 def check_families(model: nn.Module, families: list[Family], sites: list[Site], kind: str, keep_function: bool) -> None:
@@ -179,7 +192,9 @@ def _refusals(model: nn.Module) -> dict[str, str]:
                 refused[prefix + key] = f"{type(module).__name__} hands its weight to a function"
         if isinstance(module, nn.TransformerEncoderLayer):
             for key in ("linear1", "linear2"):
-                refused[prefix + key] = "nn.TransformerEncoderLayer's fast path uses its weight directly"
+                refused[prefix + key] = _FAST_PATH
+            if is_own_encoder_layer(module):
+                refused[prefix + "linear1"] = f"{_FAST_PATH}; groups='neurons' does without that path"
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)

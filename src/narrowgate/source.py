@@ -39,13 +39,16 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A network at full size, the small one where a folder holds it, the plan between the two, and its images."""
+    """A network at full size, the small one where a folder holds it, the plan between the two, and its images.
+
+    ``image_shape`` is the shape of one input; a network of one's own may take other things than images.
+    """
 
     name: str
     full: nn.Module
     small: nn.Module | None
     plan: Plan | None
-    image_shape: Shape
+    image_shape: tuple[int, ...]
 
     @property
     def network(self) -> nn.Module:
@@ -68,19 +71,22 @@ class Source:
         return Source(self.name, self.full, compact(zeroed, made), made, self.image_shape)
 
 
-def open_source(what: str, *, model: str = "", classes: int | None = None, image_shape: Shape | None = None) -> Source:
+def open_source(
+    what: str, *, model: str = "", classes: int | None = None, image_shape: tuple[int, ...] | None = None
+) -> Source:
     """The networks that a run's folder, a saved folder or a name stands for, in eval mode on the CPU.
 
     Args:
         model: for a saved folder, the network that it was at full size: a name, or ``package.module:function``.
         classes: where the name or the folder does not say; 1000 for torchvision's and timm's.
-        image_shape: channels, height and width, in the same way; 3x224x224 for torchvision's, their own for timm's.
+        image_shape: channels, height and width, in the same way; 3x224x224 for torchvision's, their own for timm's. For
+            ``package.module:function`` the shape of one input, whatever it is.
     """
     path = Path(what)
     if path.name == SMALL and (path.parent / RECIPE).is_file() and not model:
         path = path.parent
     if (path / RECIPE).is_file():
-        return _of_run(path, classes, image_shape)
+        return _of_run(path, classes, _of_images(image_shape))
     saved = surviving_folder(path.resolve())
     if saved is not None and (saved / META).is_file():
         if not model:
@@ -122,18 +128,27 @@ def _of_run(folder: Path, classes: int | None, image_shape: Shape | None) -> Sou
     return _with_small(str(folder), builder, folder / SMALL, shape)
 
 
-def _of_folder(folder: Path, model: str, classes: int | None, image_shape: Shape | None) -> Source:
+def _of_images(shape: tuple[int, ...] | None) -> Shape | None:
+    if shape is None:
+        return None
+    if len(shape) != 3:
+        raise SourceError(f"images have channels, height and width, such as 3,224,224; got {','.join(map(str, shape))}")
+    channels, height, width = shape
+    return channels, height, width
+
+
+def _of_folder(folder: Path, model: str, classes: int | None, image_shape: tuple[int, ...] | None) -> Source:
     builder, shape = _builder(model, classes, image_shape)
     return _with_small(str(folder), builder, folder, shape)
 
 
-def _with_small(name: str, builder: Callable[[], nn.Module], folder: Path, shape: Shape) -> Source:
+def _with_small(name: str, builder: Callable[[], nn.Module], folder: Path, shape: tuple[int, ...]) -> Source:
     small = load(folder, builder).eval()
     made = Plan.from_json(((surviving_folder(folder.resolve()) or folder) / PLAN).read_text())
     return Source(name, _fresh(builder), small, made, shape)
 
 
-def _of_name(name: str, classes: int | None, image_shape: Shape | None) -> Source:
+def _of_name(name: str, classes: int | None, image_shape: tuple[int, ...] | None) -> Source:
     library = name.partition("/")[0]
     if "/" in name and ":" not in name and library not in ("torchvision", "timm"):
         raise SourceError(f"there is no folder {name}, and networks are called {', '.join(names())}")
@@ -152,13 +167,15 @@ def _fresh(builder: Callable[[], nn.Module]) -> nn.Module:
         return builder().eval()
 
 
-def _builder(name: str, classes: int | None, shape: Shape | None) -> tuple[Callable[[], nn.Module], Shape]:
+def _builder(
+    name: str, classes: int | None, shape: tuple[int, ...] | None
+) -> tuple[Callable[[], nn.Module], tuple[int, ...]]:
     if ":" in name:
         if shape is None:
             raise SourceError(f"what images {name} takes is not known: add --image-shape C,H,W")
         return _imported(name), shape
     usual_classes, usual_shape = _usual(name)
-    number, images = classes or usual_classes, shape or usual_shape
+    number, images = classes or usual_classes, _of_images(shape) or usual_shape
     return lambda: build(name, number, image_shape=images), images
 
 
@@ -181,6 +198,12 @@ def _usual(name: str) -> tuple[int, Shape]:
 def _imported(name: str) -> Callable[[], nn.Module]:
     """``package.module:function``, looked for in the current folder too, as ``python -m`` does."""
     module_name, _, function_name = name.partition(":")
+    if "/" in module_name or module_name.startswith(".") or module_name.endswith(".py"):
+        file = module_name.rpartition("/")[2].removesuffix(".py")
+        raise SourceError(
+            f"{name} names a file: write it as Python imports it, such as {file}:{function_name} in the folder where "
+            f"{file}.py is"
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.dtensors import is_sharded
-from narrowgate.flow.inplace import Optimizers, optimizers_of
+from narrowgate.flow.inplace import Optimizers, held_by, optimizers_of
 from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
@@ -47,6 +47,17 @@ def _check_gates(model: nn.Module, penalty: Penalty) -> None:
         raise ValueError(
             f"the penalty's gates, such as {foreign[0]!r}, are not those of this {type(model).__name__}: give the "
             "model that attach_gates_ returned them for, not a copy"
+        )
+
+
+def _check_optimizers(penalty: Penalty, optimizer: Optimizers) -> None:
+    optimizers = optimizers_of(optimizer)
+    held = {each for one in optimizers for each in held_by(one)}
+    if optimizers and held.isdisjoint(id(penalty.gates[name].g) for name in penalty.gates):
+        raise ValueError(
+            f"{type(optimizers[0]).__name__} trains none of the gates, which would never move: attach the gates before "
+            "the optimizer is made, or add them to it with optimizer.add_param_group({'params': gates.parameters()}). "
+            "If it trains copies of them, leave optimizer= out"
         )
 
 
@@ -108,6 +119,7 @@ class Budget:
         check_choices(constants, round_to, layout)
         check_not_negative("threshold", threshold)
         _check_gates(model, penalty)
+        _check_optimizers(penalty, optimizer)
         self.model = model
         self.penalty = penalty
         if not 0 < arrive <= 1:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from narrowgate.flow import CollapseError, ReplayError, TraceError, compact, plan
+from narrowgate.flow import CollapseError, ReplayError, TraceError, compact
+from narrowgate.flow.plan import plan_traced
+from narrowgate.flow.trace import Tracer
 from narrowgate.flow.verify import full_precision
 from narrowgate.measure import summarize
 from narrowgate.measure.counts import CountError
@@ -73,6 +75,7 @@ class Training:
         self.teacher = load_teacher(recipe.teacher, data.classes, data.image_shape, place.device)
         self.epoch, self.seconds, self.best = 0, 0.0, -1.0
         self._loop: Loop | None = None
+        self._tracer = Tracer()
         self._watch = Watch(recipe, folder, self.feed.steps)
         self._log = RunLog(folder) if place.rank == 0 else None
 
@@ -278,7 +281,7 @@ class Training:
         model, part = self.parts.model, self.recipe.shrink
         layout = "aligned" if part.layout == "auto" else part.layout  # which would time every layer
         try:
-            made = plan(model, self.example, layout=layout, constants=part.constants, round_to=part.round_to)
+            made = plan_traced(model, self.example, self._tracer, layout, part.constants, part.round_to, False)
             return Size.of(compact(model, made), self.example)
         except (CollapseError, ReplayError, TraceError):
             return self.left
