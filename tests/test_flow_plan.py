@@ -380,3 +380,8 @@ def test_a_collapsed_model_can_be_reopened():
         model[0].bias.fill_(1.0)  # the reopened channel is above the ReLU's kink
     plan = ng.plan(model, image())
     assert len(plan.cuts["0.weight"].keep[0]) == 1
+
+
+def test_a_class_is_no_model():
+    with pytest.raises(TypeError, match="plan needs a model, an nn.Module that was built, got <class"):
+        ng.plan(nn.ReLU, torch.ones(1))

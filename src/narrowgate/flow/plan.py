@@ -153,6 +153,8 @@ def plan(
         weights: the numbers of a model whose parameters are on the meta device or fake, by name; a
             ``narrowgate.streamed.Checkpoint`` reads them one at a time. Without them, the plan is what its gates prove.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan needs a model, an nn.Module that was built, got {model!r}")
     check_choices(constants, round_to, layout)
     if layout == "auto" and lacks_numbers(model):
         raise ValueError('layout="auto" runs layers to time them, and some are on the meta device; use another layout')
