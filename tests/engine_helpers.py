@@ -4,12 +4,13 @@ import io
 import json
 
 import numpy as np
+import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
 import narrowgate as ng
 from narrowgate import models
-from narrowgate.train.engine import run
+from narrowgate.train import engine
 from narrowgate.train.recipe import Recipe
 
 TIMES = ("seconds", "images_per_second", "event")  # an event says how long it took
@@ -75,7 +76,7 @@ def train(text, folder, data, *settings, **options):
     """Run a recipe with settings on the CPU; what it printed is in ``train.printed`` afterwards."""
     console = Console(file=io.StringIO(), width=200)
     try:
-        return run(
+        return engine.run(
             Recipe.from_toml(text, settings), folder, data_path=data, accelerator="cpu", console=console, **options
         )
     finally:
@@ -112,3 +113,22 @@ def load_small(folder, name="lenet5", shape=(1, 28, 28), **options):
 def count(model):
     """How many parameters a model has."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Killed(BaseException):
+    """What a process that is killed would never come back from."""
+
+
+def train_until(monkeypatch, epoch, *arguments, **options):
+    """A run that ends abruptly once the checkpoint of an epoch is written."""
+    save = engine.save
+
+    def save_and_die(training, checkpoints, row):
+        save(training, checkpoints, row)
+        if training.epoch == epoch:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save", save_and_die)
+        with pytest.raises(Killed):
+            train(*arguments, **options)

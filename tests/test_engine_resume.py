@@ -3,15 +3,12 @@
 import shutil
 
 import pytest
-from engine_helpers import LENET, RESNET, outcome, rows, train, write_images
+from engine_helpers import LENET, RESNET, Killed, outcome, rows, train, train_until, write_images
 
 from narrowgate.train import engine
 from narrowgate.train.checkpoint import TENSORS, Checkpoints
 from narrowgate.train.recipe import RecipeError
-
-
-class Killed(BaseException):
-    """What a process that is killed would never come back from."""
+from narrowgate.train.watch import TrainingError
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +19,6 @@ def small_images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("data") / "28.npz", 28)
-
-
-def train_until(monkeypatch, epoch, *arguments, **options):
-    """A run that ends abruptly once the checkpoint of an epoch is written."""
-    save = engine.save
-
-    def save_and_die(training, checkpoints, row):
-        save(training, checkpoints, row)
-        if training.epoch == epoch:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "save", save_and_die)
-        with pytest.raises(Killed):
-            train(*arguments, **options)
 
 
 SGD = ("optimizer.kind='sgd'", "optimizer.lr=0.05", "optimizer.nesterov=true", "gates.lr_factor=1.0")
@@ -155,6 +137,19 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch, images):
     shutil.rmtree(folder / "checkpoints")
     (folder / "result.json").unlink()
     assert train(LENET, folder, images, "train.epochs=1", resume=True).accuracy == result.accuracy
+
+
+def test_fine_tuning_that_went_wrong_is_done_anew(tmp_path, images):
+    """Its settings may change until there is a result, and lead to what a run with them from the start has."""
+    settings = ("train.epochs=2", "finish.finetune_epochs=1")
+    with pytest.raises(TrainingError, match=r"Go on with --resume and a lower finish\.finetune_lr"):
+        train(LENET, tmp_path / "run", images, *settings, "finish.finetune_lr=1e30")
+    lower = (*settings, "finish.finetune_lr=1e-3")
+    assert train(LENET, tmp_path / "run", images, *lower, resume=True).recipe_digest
+    train(LENET, tmp_path / "whole", images, *lower)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    with pytest.raises(RecipeError, match=r"not the recipe given \(finish\.finetune_lr is 0\.001 there"):
+        train(LENET, tmp_path / "run", images, *settings, "finish.finetune_lr=1e-2", resume=True)
 
 
 @pytest.mark.parametrize(("processes", "told"), [(2, True), (1, False)])

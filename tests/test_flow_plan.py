@@ -383,5 +383,5 @@ def test_a_collapsed_model_can_be_reopened():
 
 
 def test_a_class_is_no_model():
-    with pytest.raises(TypeError, match="plan needs a model, an nn.Module that was built, got <class"):
+    with pytest.raises(TypeError, match=r"plan needs a model, an nn\.Module that was built, got <class"):
         ng.plan(nn.ReLU, torch.ones(1))

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from engine_helpers import RESNET, train, write_images
+from engine_helpers import RESNET, train, train_until, write_images
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,6 +85,19 @@ def test_a_run_with_a_teacher_says_so(taught):
     assert record["teacher"] == result.teacher
     assert record["recipe"]["teacher"]["run"] == "teacher"  # where it lay is nobody's business
     assert "teacher" not in collect(taught / "teacher")
+
+
+def test_another_teacher_is_noticed_when_a_run_goes_on(taught, data, tmp_path, monkeypatch):
+    train(RESNET, tmp_path / "teacher", data, "train.epochs=1", "train.seed=7", *NO_GATES)
+    settings = ("train.epochs=2", f'teacher.run="{tmp_path / "teacher"}"')
+    train_until(monkeypatch, 1, RESNET, tmp_path / "student", data, *settings)
+    shutil.copytree(tmp_path / "student", tmp_path / "other")
+    train(RESNET, tmp_path / "student", data, *settings, resume=True)
+    assert "going on after epoch 1" in train.printed and "is another one than when this run began" not in train.printed
+    shutil.rmtree(tmp_path / "teacher")
+    shutil.copytree(taught / "teacher", tmp_path / "teacher")
+    train(RESNET, tmp_path / "other", data, *settings, resume=True)
+    assert f"the network in {tmp_path / 'teacher'} is another one than when this run began" in train.printed
 
 
 def test_what_was_taught_is_told_apart_in_the_tables(taught, tmp_path):

@@ -130,7 +130,7 @@ def _fine_tune(training: Training, small: nn.Module) -> None:
         loss, _ = training.run_epoch(loop, epoch, lambda progress: recipe.finish.finetune_lr)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss of epoch {i + 1} of fine-tuning is {loss}. Start again in another folder with a lower "
+                f"the loss of epoch {i + 1} of fine-tuning is {loss}. Go on with --resume and a lower "
                 f"finish.finetune_lr (it is {recipe.finish.finetune_lr:g})"
             )
         training.team.share_buffers_(small)
@@ -173,7 +173,10 @@ def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
     kept = folder / RECIPE
     if kept.exists() and not resume:
         raise FileExistsError(f"{folder} holds a run: go on with --resume, or choose another folder with --out")
-    if kept.exists() and (different := Recipe.load(kept).differences(recipe)):
+    different = Recipe.load(kept).differences(recipe) if kept.exists() else {}
+    if not (folder / RESULT).exists():  # fine-tuning has not come to its end, and begins anew
+        different = {key: values for key, values in different.items() if not key.startswith("finish.finetune_")}
+    if different:
         keys = ", ".join(f"{key} is {there} there and {here} here" for key, (there, here) in different.items())
         raise RecipeError(f"{kept} is not the recipe given ({keys}): resume with that one, or choose another folder")
     return Result.load(folder) if resume and (folder / RESULT).exists() else None

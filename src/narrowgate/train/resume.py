@@ -51,6 +51,12 @@ def restore(training: Training, saved: Saved | None) -> None:
                 f"this run had {began} processes and goes on with {world}: each takes train.batch images a step, so "
                 "its steps are others from here on"
             )
+        teacher = training.teacher
+        if teacher is not None and meta.get("teacher") not in (None, teacher.digest()):
+            training.show.notice(
+                f"the network in {training.recipe.teacher.run} is another one than when this run began, which learns "
+                "from that one from here on"
+            )
     training.rewind_log()
 
 
@@ -66,5 +72,6 @@ def _pack(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "best": training.best,
         "left": asdict(training.left),
         "processes": training.place.world,
+        "teacher": None if training.teacher is None else training.teacher.digest(),
     }
     return {**pack_model(parts.model), **tensors}, meta

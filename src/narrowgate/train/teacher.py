@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ class Teacher:
         """Its logits."""
         answers: Tensor = self.network(images)
         return answers
+
+    def digest(self) -> str:
+        """A checksum of its numbers."""
+        found = hashlib.sha256()
+        for name, tensor in self.network.state_dict().items():
+            found.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def mixed(self, loss: Tensor, outputs: Tensor, answers: Tensor) -> Tensor:
         """The loss of the labels and how far two softened answers are apart, with gradients as large as unsoftened."""
