@@ -9,6 +9,7 @@ the row adds to results that are not finished.
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator,attr-defined"
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,33 @@ def _same(number: Any) -> int | None:
     numbers = set(number) if isinstance(number, (tuple, list)) else {number}
     only = numbers.pop()
     return only if isinstance(only, int) and not numbers else None
+
+
+@cache
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these kernels run here and agree with PyTorch's on something small, found by trying."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            return all(_agrees(stride, generator, device, dtype) for stride in (1, 2))
+    except Exception:  # a compiler of its own: anything may go wrong, and cuDNN does the work as well
+        return False
+
+
+def _agrees(stride: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> bool:
+    shapes = (8, 24, 9, 9), (24, 1, 3, 3)
+    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    ours = [x.contiguous(memory_format=torch.channels_last).requires_grad_(), weight.requires_grad_()]
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    wanted = torch.conv2d(exact[0], exact[1], None, stride, 1, 1, 24)
+    found = Depthwise.apply(*ours, stride, 1)
+    dy = torch.randn(found.shape, generator=generator).to(device, dtype)
+    pairs = zip(
+        (wanted, *torch.autograd.grad(wanted, exact, dy.double())),
+        (found, *torch.autograd.grad(found, ours, dy)),
+        strict=True,
+    )
+    return all(torch.allclose(a, b.double(), rtol=1e-2, atol=1e-2) for a, b in pairs)
 
 
 def taps_of(weight: Tensor) -> Tensor:

@@ -336,18 +336,20 @@ def _look(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tens
 
 def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """``torch.conv2d``, by kernels of our own where each channel is for itself and widths may change."""
-    from narrowgate.train.depthwise import Depthwise, fits
+    from narrowgate.train.depthwise import Depthwise, fits, works
 
     # Where cuDNN may try its kernels out, widths stay as they are, and it is a little faster.
     ours = bias is None and not torch.backends.cudnn.benchmark
     found = fits(x, weight, *options) if ours else None
+    if found is not None and not works(x.device, x.dtype):
+        found = None
     result: Tensor = torch.conv2d(x, weight, bias, *options) if found is None else Depthwise.apply(x, weight, *found)
     return result
 
 
 @cache
 def why_not(device: torch.device) -> str:
-    """Why our own kernels can't be used on this device, found by trying; empty if they can."""
+    """Why norms can't be fused on this device, found by trying; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
@@ -357,8 +359,7 @@ def why_not(device: torch.device) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Compare a small norm and small convolutions, forward and backward, with PyTorch's."""
-    from narrowgate.train.depthwise import Depthwise
+    """Compare a small norm, forward and backward, with PyTorch's."""
     from narrowgate.train.norm_launch import Norm
 
     generator = torch.Generator().manual_seed(0)
@@ -377,17 +378,7 @@ def _trial(device: torch.device) -> str:
         else:
             y = F.relu6(F.batch_norm(leaves[0], *running, leaves[1], leaves[2], True, 0.1, 1e-5))
         seen.append([y.detach(), *torch.autograd.grad(y, leaves, dy), *running])
-    for stride in (1, 2):  # convolutions of each channel for itself, in the type that they are for
-        each = [draw(8, 24, 9, 9).contiguous(memory_format=torch.channels_last), draw(24, 1, 3, 3)]
-        leaves = [tensor.to(torch.bfloat16).requires_grad_() for tensor in each]
-        exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
-        wanted = F.conv2d(exact[0], exact[1], None, stride, 1, 1, 24)
-        found = Depthwise.apply(*leaves, stride, 1)
-        dy = draw(*found.shape).to(torch.bfloat16)
-        seen[0] += [wanted.detach(), *torch.autograd.grad(wanted, exact, dy.double())]
-        seen[1] += [found.detach().double(), *(x.double() for x in torch.autograd.grad(found, leaves, dy))]
     for plain, ours in zip(*seen, strict=True):
-        near = 1e-3 if plain.dtype == torch.float32 else 1e-2
-        if not torch.allclose(plain, ours, rtol=near, atol=near):
+        if not torch.allclose(plain, ours, rtol=1e-3, atol=1e-3):
             return f"its kernels give other numbers than PyTorch's (by {(plain - ours).abs().max():.1e})"
     return ""
