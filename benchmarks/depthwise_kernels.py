@@ -4,8 +4,8 @@
     python benchmarks/depthwise_kernels.py --widths 0.3 --try
 
 Microseconds of a captured call at batch 128, forward and backward (the gradients of batch and weight), and their sums
-over a whole network. ``--widths`` takes narrower layers, as a cut leaves them. ``--try`` tries other sizes of work for a
-program, to choose the constants in ``train/depthwise.py`` by. Needs a GPU.
+over a whole network. ``--widths`` takes narrower layers, as a cut leaves them. ``--try`` tries other sizes of work for
+a program, to choose the constants in ``train/depthwise.py`` by. Needs a GPU.
 """
 
 from __future__ import annotations
