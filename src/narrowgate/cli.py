@@ -17,6 +17,7 @@ _NEXT = (
 )
 
 _STOPPED = dict.fromkeys(("train", "sweep"), "stopped; go on with the same command and --resume")
+_STOPPED["reproduce"] = "stopped; the same command goes on with what was begun"
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def build_app() -> "typer.Typer":
     from typer.core import TyperGroup
 
     from narrowgate.commands import add_commands
+    from narrowgate.reproduce.options import add_reproduction
 
     class Commands(TyperGroup):
         def invoke(self, ctx: Any) -> Any:
@@ -170,51 +172,6 @@ def build_app() -> "typer.Typer":
             raise typer.Exit(1)
 
     @app.command()
-    def record(
-        run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
-        out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes, such as results/NAME.json.")],
-        recipe: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="The recipe file that was run, for the record's command.")
-        ] = None,
-        dataset: Annotated[
-            str, typer.Option(metavar="NAME", help="What an array file held, such as mnist or cifar100.")
-        ] = "",
-        curve: Annotated[
-            bool, typer.Option("--curve", help="Add size and accuracy by threshold; needs the data.")
-        ] = False,
-        data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
-        device: Annotated[str, typer.Option(metavar="NAME", help="Where --curve computes.")] = "cpu",
-    ) -> None:
-        """Keep a finished run as one small JSON file: recipe, course, architecture, accuracies."""
-        from narrowgate.reproduce import command
-
-        typer.echo(command.record(run, out, recipe, dataset, curve, data or None, device))
-
-    @app.command()
-    def reproduce(
-        what: Annotated[
-            Literal["mnist", "cifar100", "imagenet", "method", "figures", "all"],
-            typer.Argument(help="Which tables, or the figures."),
-        ] = "all",
-        results: Annotated[Path, typer.Option(metavar="FOLDER", help="The result files.")] = Path("results"),
-        out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the figures here.")] = None,
-        write: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Put the tables between the markers of this page.")
-        ] = None,
-    ) -> None:
-        """Show the paper's tables with our own runs beside its numbers, and draw its figures.
-
-        It reads result files and trains nothing; a row without a run says so.
-        """
-        if what == "figures" and out is None:
-            raise typer.BadParameter("say which folder the figures go to, such as --out figures", param_hint="--out")
-        if out is not None and what not in ("figures", "all"):
-            raise typer.BadParameter(f"the figures are drawn by figures or all, not {what}", param_hint="--out")
-        from narrowgate.reproduce import command
-
-        command.reproduce(what, results, out, write)
-
-    @app.command()
     def report(
         runs: Annotated[
             list[Path],
@@ -231,5 +188,6 @@ def build_app() -> "typer.Typer":
         written = write_report(runs, out)
         typer.echo(f"{written}: {written.stat().st_size / 1000:,.0f} kB, open it in a browser")
 
+    add_reproduction(app)
     add_commands(app)
     return app
