@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -97,6 +98,7 @@ def train_missing(what: str, results: Path, options: Options, console: Console) 
             continue
         curve = options.curve and job.recipe.gates.kind != "none"
         console.print(record(job.folder, job.record, job.base, "", curve, options.data, device), markup=False)
+        gc.collect()  # a run refers to itself in circles, and would hold a GPU's memory beside the next one
     return failed
 
 
