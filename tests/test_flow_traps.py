@@ -567,3 +567,18 @@ def test_a_transposed_convolution_is_told_its_size_by_keyword(layout):
         model.up.weight[:, [1, 2]] = 0
     _, small = shrink(model, image(size=9), layout=layout, also=[image(size=8)])
     assert layout == "aligned" or small.up.weight.shape[:2] == (4, 4)
+
+
+@pytest.mark.parametrize("reader", [nn.Linear(6, 5), nn.Conv1d(6, 5, 1), nn.ConvTranspose1d(6, 5, 3)])
+def test_as_many_places_as_channels(reader):
+    def body(net, x):
+        x = net.second(F.relu(net.first(x)))
+        return net.reader(x if isinstance(net.reader, nn.Linear) else x.transpose(1, 2))
+
+    model = Net(body, first=nn.Conv1d(3, 8, 1), second=nn.Conv1d(8, 6, 1), reader=reader).double().eval()
+    close_(model.first, [6, 7])
+    with torch.no_grad():
+        model.second.weight[:, :3] = 0
+        model.second.weight[2, :3] = 1  # the channel that alone reads three others
+        (reader.weight[2] if isinstance(reader, nn.ConvTranspose1d) else reader.weight[:, 2]).zero_()  # a place
+    shrink_all(model, torch.randn(4, 3, 6, dtype=torch.float64))

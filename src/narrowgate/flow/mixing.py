@@ -120,9 +120,7 @@ def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, wei
     layer = layer_of(node)
     rows = flow.labels_of(weight, 0)
     if state.axis != axis:
-        if state.axis is not None:
-            flow.wall(node, [read], "its input carries channels along another axis")
-        flow.pin(flow.labels_of(weight, 1), f"for the input of {layer}")
+        pin_inputs(flow, node, read, weight, 1)
         if groups > 1:
             flow.pin(rows, f"for the groups of {layer}")
     elif groups == 1:
@@ -133,6 +131,12 @@ def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, wei
         flow.tie(state.labels, flow.grouped_labels_of(weight, len(state.labels)))
         flow.equal_counts.append(state.labels.reshape(groups, -1))
         flow.equal_counts.append(rows.reshape(groups, -1))
+
+
+def pin_inputs(flow: Flow, node: Node, read: Node, weight: str, axis: int) -> None:
+    """Hold a layer whose input has no channels, or has them along another axis."""
+    flow.wall(node, [read], "its input carries channels along another axis")
+    flow.pin(flow.labels_of(weight, axis), f"for the input of {layer_of(node)}")
 
 
 def _unpadded(padding: Any, kernel: tuple[int, ...]) -> bool:
@@ -201,6 +205,7 @@ def backward_of(
     flow: Flow, mixer: Mixer, read: Node, nonzero: Mask, table: Values | None = None
 ) -> Callable[[Mask], None]:
     groups, rows, _ = nonzero.shape
+    along = flow.state(read).axis == mixer.inputs.axis  # else no column of the weight is one of its channels
 
     def backward(live: Mask) -> None:
         needed = live & mixer.output.varies
@@ -210,7 +215,7 @@ def backward_of(
         if table is not None:
             mixer.merged = sums_of_others(table, mixer.live_columns)
             mixer.live_columns[list(mixer.merged)] = False
-        flow.mark(read, mixer.live_columns)
+        flow.mark(read, mixer.live_columns if along else bool(mixer.live_columns.any()))
 
     return backward
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Mixer, wall_rule
-from narrowgate.flow.mixing import backward_of, editable, outputs, parameter_names, why_not
+from narrowgate.flow.mixing import backward_of, editable, outputs, parameter_names, pin_inputs, why_not
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.state import Mask, State, labelled
 from narrowgate.flow.trace import layer_of
@@ -94,7 +94,7 @@ def _turned(flow: Flow, node: Node, names: tuple[str, str | None], read: Node, a
     if state.axis == axis:
         flow.tie(state.labels, flow.labels_of(weight_name, 0))
     else:
-        flow.pin(flow.labels_of(weight_name, 0), f"for the input of {layer_of(node)}")
+        pin_inputs(flow, node, read, weight_name, 0)
     nonzero = flow.nonzero(weight_name).T[None]
     inputs = state.along(axis)
     shared = not editable(flow, node, weight_name, bias_name)
