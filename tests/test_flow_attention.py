@@ -552,6 +552,43 @@ def test_encoder_layer_of_pytorch():
     assert len(small[1].self_attn.in_proj_weight) == 3 * WIDTH - 3
 
 
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_linear_layers_of_pytorchs_encoder_layer(side):
+    """Its fast path reads their weights as well: narrow ones it could not multiply, or not add."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dropout=0.0)
+    model = nn.Sequential(nn.Linear(3, WIDTH), layer, nn.Linear(WIDTH, 4)).double().eval()
+    if side == "outputs":
+        close_(layer.linear2, [1, 2, 5])
+    else:
+        with torch.no_grad():
+            layer.linear1.weight[:, [1, 2, 5]] = 0
+    shrink(model, tokens(), layout="scatter")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_encoder_of_pytorch_that_makes_nested_tensors(nested):
+    """What a mask hides is left out of them, and comes back as zeros; no layer can pick from them."""
+
+    def body(net, x):
+        hidden = torch.arange(x.shape[1]) > 2 * (x[:, :1, 0] > 0)
+        return net.head(net.encoder(net.stem(x), src_key_padding_mask=hidden))
+
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+    model = Net(body, stem=nn.Linear(3, WIDTH), encoder=encoder, head=nn.Linear(WIDTH, 4)).double().eval()
+    layer = encoder.layers[0]
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight[V : V + 3] = 0
+        layer.self_attn.in_proj_bias[V : V + 3] = 0
+        layer.linear1.weight[:, 1] = 0
+    close_(layer.linear1, [0, 1, 2])
+    close_(layer.linear2, [3])
+    plan, small = shrink(model, tokens(), layout="scatter")
+    assert small.encoder.layers[0].linear1.out_features == 13
+    assert (kept(plan, "encoder.layers.0.self_attn.in_proj_weight") is None) == nested
+
+
 def test_narrow_multihead_attention_is_saved_and_loaded(tmp_path):
     import narrowgate as ng
 

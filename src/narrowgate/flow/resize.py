@@ -20,6 +20,9 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
     for edit in edits.values():
         if edit.gather is not None or edit.scatter is not None:
             _index(model.get_submodule(edit.layer), edit)
+            block = model.get_submodule(edit.layer.rpartition(".")[0])
+            if isinstance(block, nn.TransformerEncoderLayer):  # its fast path reads its layers' weights past them
+                block.activation_relu_or_gelu = 0
     groups = {edit.layer: edit.new_groups for edit in edits.values()}
     for name, width in widths.items():
         owner, _, attribute = name.rpartition(".")

@@ -35,6 +35,8 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     attention = is_attention(owner) and mixer.weight.startswith(mixer.layer)
     if mixer.shared or mixer.groups != 1 or not (alone or attention) or mixer.layer in flow.whole:
         return edit
+    if _may_read_nested_tensors(flow, mixer.layer):
+        return edit
     stream_in, stream_out = decision.positions(mixer.inputs.labels), decision.positions(mixer.output.labels)
     own_in, edit = _own_inputs(flow, mixer, edit, stream_in)
     own_out = stream_out[mixer.needed_rows[stream_out]]
@@ -57,6 +59,13 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     return dataclasses.replace(
         edit, gather=gather, scatter=scatter, fill=fill, reads=len(stream_in), rows=rows, new_bias=new_bias
     )
+
+
+def _may_read_nested_tensors(flow: Flow, layer: str) -> bool:
+    """Whether an nn.TransformerEncoder around a layer makes nested tensors where there is a mask: they have no index."""
+    parts = layer.split(".")
+    around = [flow.modules[".".join(parts[:i])] for i in range(len(parts))]
+    return any(isinstance(one, nn.TransformerEncoder) and getattr(one, "use_nested_tensor", False) for one in around)
 
 
 def _may_be_idle(flow: Flow, mixer: Mixer) -> bool:
