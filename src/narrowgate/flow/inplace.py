@@ -15,7 +15,7 @@ from narrowgate.flow.resize import resize_
 from narrowgate.flow.surgery import check_fits, cut, edited_tensors, format_of, tensors_of
 from narrowgate.flow.ungated import ungated
 from narrowgate.gated import GatedLayer
-from narrowgate.gates import Gate
+from narrowgate.gates import Gate, GroupGate
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: one, several that share its parameters, or unknown."""
@@ -50,6 +50,7 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> n
         if edit.new_bias:
             _add_bias_(model, plan, edit, edited[f"{edit.layer}.bias"], optimizers)
     resize_(model, plan.edits, plan.widths)
+    _close_removed_groups_(model, optimizers)
     return model
 
 
@@ -168,6 +169,26 @@ def _left(layer: nn.Module, how: Cut, outputs: bool) -> tuple[int, list[int]] | 
         return (groups * width, left) if left else None
     axis = 0 if transposed and groups > 1 else int(outputs == transposed)
     return (how.shape[axis], how.keep[axis]) if axis in how.keep else None
+
+
+@torch.no_grad()
+def _close_removed_groups_(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Keep the numbers of groups that were cut away closed.
+
+    A group's number stays in its gate when its last row or column goes; momentum would open it again, and the group
+    would count as one that is there.
+    """
+    left: dict[Gate, set[int]] = {}
+    for module in model.modules():
+        if isinstance(module, GroupGate) and not module.g.is_meta:
+            left.setdefault(module.shared, set()).update(module.g.tolist())
+    for gate, numbers in left.items():
+        gone = torch.tensor([number not in numbers for number in range(gate.size)], device=gate.g.device)
+        gate.close_(gone)
+        states = [each.state.get(gate.g, {}) for each in optimizers]
+        for value in (gate.g.grad, *(value for state in states for value in state.values())):
+            if isinstance(value, Tensor) and value.shape == gate.g.shape:
+                value[gone] = 0.0
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
@@ -23,7 +23,6 @@ from narrowgate.flow.inplace import Optimizers, check_can_follow, compact_, held
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
-from narrowgate.gates import Gate, GroupGate
 from narrowgate.gateset import gates_of
 from narrowgate.weights import uncompiled
 
@@ -123,7 +122,6 @@ class Shrinker:
         if made is None or not made.cuts:
             return None
         compact_(self.model, made, optimizer=self.optimizer)
-        close_removed_groups_(self.model, self.optimizer)
         self._plan = made if self._plan is None else compose(self._plan, made)
         self._seen = self._closed()
         seconds = time.perf_counter() - started
@@ -209,26 +207,6 @@ def own_forward(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         own["forward"] = over
-
-
-@torch.no_grad()
-def close_removed_groups_(model: nn.Module, optimizer: Optimizers) -> None:
-    """Keep the numbers of groups that were cut away closed.
-
-    A group's number stays in its gate when its last row or column goes; momentum would open it again, and the group
-    would count as one that is there.
-    """
-    left: dict[Gate, set[int]] = {}
-    for module in model.modules():
-        if isinstance(module, GroupGate):
-            left.setdefault(module.shared, set()).update(module.g.tolist())
-    for gate, numbers in left.items():
-        gone = torch.tensor([number not in numbers for number in range(gate.size)], device=gate.g.device)
-        gate.close_(gone)
-        states = [each.state.get(gate.g, {}) for each in optimizers_of(optimizer)]
-        for value in (gate.g.grad, *(value for state in states for value in state.values())):
-            if isinstance(value, Tensor) and value.shape == gate.g.shape:
-                value[gone] = 0.0
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
