@@ -268,6 +268,13 @@ def test_overrides_go_before_the_file_and_the_last_one_wins():
     assert small("optimizer.lr=1").optimizer.lr == 1.0
 
 
+@pytest.mark.parametrize("name", ["fc1.inputs", '"fc1.inputs"', "'fc1.inputs'", "layer1.0.conv*"])
+def test_an_entry_may_be_called_by_a_layers_name(name):
+    recipe = small("penalty.factors.conv1=2", f"penalty.factors.{name}=0.1")
+    assert recipe.penalty.factors == {"conv1": 2, name.strip("\"'"): 0.1}
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

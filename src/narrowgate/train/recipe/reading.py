@@ -62,7 +62,7 @@ def apply_overrides(tables: Tables, overrides: Sequence[str]) -> dict[str, str]:
     overridden: dict[str, str] = {}
     for override in overrides:
         path, equals, text = override.partition("=")
-        table, *keys = (word.strip() for word in path.split("."))
+        table, *keys = (word.strip() for word in path.split(".", 2))  # a layer's name has points of its own
         if not equals or not keys:
             homes = [f"{home}.{table}" for home, specs in SPECS.items() if table in specs]
             guess = f"; did you mean {' or '.join(homes)}?" if homes else ""
@@ -76,7 +76,7 @@ def apply_overrides(tables: Tables, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _set(tables: Tables, table: str, keys: list[str], text: str) -> None:
-    """Set one key, or one entry of a key that holds a table, such as ``model.options.depth``."""
+    """Set one key, or one entry of a key that holds a table: ``model.options.depth``, ``penalty.factors.fc1.inputs``."""
     if table not in SPECS:
         raise RecipeError(f"unknown table [{table}]; {_known_tables(table)}")
     spec = SPECS[table].get(keys[0])
@@ -89,12 +89,12 @@ def _set(tables: Tables, table: str, keys: list[str], text: str) -> None:
         plain = isinstance(kind, Text) and not isinstance(value, str)
         tables.setdefault(table, {})[keys[0]] = text.strip() if plain else value
         return
-    if not isinstance(kind, Table) or len(keys) > 2:
+    if not isinstance(kind, Table):
         raise RecipeError(f"{table}.{keys[0]} has no entries to set; write --set {table}.{keys[0]}=value")
     entries = tables.setdefault(table, {}).get(keys[0], {})
     if not isinstance(entries, Mapping):
         raise RecipeError(f"{table}.{keys[0]} = {shown(entries)}: must be {kind.expected}")
-    tables[table][keys[0]] = {**entries, keys[1]: value}
+    tables[table][keys[0]] = {**entries, keys[1].strip("\"'"): value}
 
 
 def parts_from(tables: Tables) -> dict[str, Part]:
