@@ -179,6 +179,23 @@ def test_a_proximal_step_goes_by_each_gates_own_learning_rate():
     torch.testing.assert_close(second.detach(), (before[1] - 0.02 * 0.1 / 0.5).clamp(min=0))
 
 
+@pytest.mark.parametrize("momentum, dampening", [(0.9, 0.0), (0.9, 0.9), (0.5, 0.2), (0.0, 0.9)])
+def test_a_proximal_step_is_as_fast_as_sgd(momentum, dampening):
+    model = network(closed=1000)
+    gate = ng.gates_of(model).parameters()[0]
+    narrowing = Narrowing(model, EXAMPLE, ALIKE["proximal"], EPOCHS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=momentum, dampening=dampening)
+    narrowing.use_(optimizer)
+    before = gate.detach().clone()
+    narrowing.after_step_()
+    proximal = (before - gate).max()
+    for _ in range(200):  # until the momentum is what it comes to
+        before = gate.detach().clone()
+        gate.grad = torch.full_like(gate, ALIKE["proximal"].strength)
+        optimizer.step()
+    torch.testing.assert_close(proximal, (before - gate).max(), rtol=1e-3, atol=0)
+
+
 def test_a_gate_that_is_frozen_does_not_stand_for_the_others():
     model = network(closed=1000)
     first, second = ng.gates_of(model).parameters()

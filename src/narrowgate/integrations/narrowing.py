@@ -177,11 +177,7 @@ class Narrowing:
         """The proximal step, as fast as a penalty in the loss is under the optimizer's momentum."""
         if not self.settings.proximal:
             return
-        speeds = {
-            id(parameter): group["lr"] / (1 - group.get("momentum", 0.0))
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        speeds = {id(p): speed_of(group) for group in self.optimizer.param_groups for p in group["params"]}
         gates = self.gates
         speed, *others = dict.fromkeys(speeds[id(g)] for g in gates)
         if others:  # gates in groups of their own learning rates; one that no group has is frozen, and stays
@@ -268,6 +264,13 @@ def cut_to_state_(network: nn.Module, state: dict[str, Any]) -> None:
     """Cut a fresh gated network to the widths of a checkpoint, to load its weights outside of training."""
     if state["shrinker"]["plan"] is not None:
         compact_(network, Plan.from_json(state["shrinker"]["plan"]))
+
+
+def speed_of(group: dict[str, Any]) -> Any:
+    """By how much a constant gradient of 1 moves the parameters of an optimizer's group, in the long run."""
+    momentum = group.get("momentum", 0.0)
+    damped = 1 - group.get("dampening", 0.0) if momentum else 1.0  # SGD's, which has none without momentum
+    return group["lr"] * damped / (1 - momentum)
 
 
 def on_device_of(network: nn.Module, example_inputs: ExampleInputs) -> ExampleInputs:

@@ -76,7 +76,7 @@ def apply_overrides(tables: Tables, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _set(tables: Tables, table: str, keys: list[str], text: str) -> None:
-    """Set one key, or one entry of a key that holds a table: ``model.options.depth``, ``penalty.factors.fc1.inputs``."""
+    """Set one key, or one entry of a table: ``model.options.depth``, ``penalty.factors.fc1.inputs``."""
     if table not in SPECS:
         raise RecipeError(f"unknown table [{table}]; {_known_tables(table)}")
     spec = SPECS[table].get(keys[0])
