@@ -121,6 +121,11 @@ class TestWrongCalls:
         with pytest.raises(ValueError, match="finite number other than 0"):
             ng.attach_gates_(ConvNet(), "linear", init=0.0)
 
+    @pytest.mark.parametrize("kind", ["exponential", "hard-concrete", "linear"])
+    def test_gates_that_could_not_learn_are_refused(self, kind):
+        with pytest.raises(ValueError, match="init must be a finite number"):
+            ng.attach_gates_(ConvNet(), kind, init=float("inf"))
+
     def test_gating_twice_is_refused_and_changes_nothing(self):
         model = ConvNet()
         ng.attach_gates_(model, where=named("fc1"))

@@ -192,6 +192,18 @@ def test_a_model_that_is_cast_to_half_keeps_its_gates_in_float32(dtype):
     assert model.double()[0].gate.g.dtype == torch.float64
 
 
+@pytest.mark.parametrize("groups", ["channels", {"pair": [("0.weight", 0, [0, 1]), ("0.bias", 0, [0, 1])]}])
+def test_gates_are_in_float32_whatever_a_checkpoint_that_is_assigned_has(groups):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    gates = ng.attach_gates_(model, groups=groups)
+    numbers = [g.dtype for g in model.buffers()]
+    saved = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    model.load_state_dict(saved, assign=True)
+    assert model[0].weight.dtype == torch.bfloat16 and [g.dtype for g in model.buffers()] == numbers
+    assert [g.dtype for g in gates.parameters()] == [torch.float32]
+    assert all(g.requires_grad for g in gates.parameters()) and saved.keys() == model.state_dict().keys()
+
+
 @pytest.mark.parametrize(("kind", "init"), [("exponential", None), ("exponential", 0.7), ("hard-concrete", 2.0)])
 def test_gates_of_a_model_without_numbers_start_as_new_ones_when_it_gets_memory(kind, init):
     with torch.device("meta"):

@@ -84,6 +84,8 @@ def attach_gates_(
             )
         return _attach_linear_(model, where, init)
     make = ExponentialGate if kind == "exponential" else HardConcreteGate
+    if init is not None and math.isinf(init):
+        raise ValueError(f"init must be a finite number, got {init!r}")
     if init is not None and not make(1, init).final_value().item() > 0:
         raise ValueError(f"init={init!r} starts {kind} gates closed; a closed gate can't learn to open")
     sites, families, skipped = _chosen(model, groups, where, placement == "after-norm", inputs, blocks, last)

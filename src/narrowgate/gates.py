@@ -113,7 +113,8 @@ class Gate(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # An ordinary checkpoint knows no gates: it loads, and the gates stay as they are.
-        if prefix + "g" in state_dict:
+        if (saved := state_dict.get(prefix + "g")) is not None:
+            state_dict = {**state_dict, prefix + "g": _in_enough_digits(saved, saved)}  # for assign=True
             super()._load_from_state_dict(state_dict, prefix, *args)
 
 
