@@ -131,6 +131,32 @@ def with_a_shrinker(team):
         return {"cuts": len(shrinker.events), "weights": model.state_dict(), "plan": shrinker.plan.to_json()}
 
 
+def two_optimizers(team):
+    """Weights and gates trained by optimizers of their own, cut along in one go."""
+    model, _, batches = start("residual")
+    if team is not None:
+        team.shard()(model)
+    both = [
+        OPTIMIZERS["sgd"]([p for p in model.parameters() if p.dim() > 1]),
+        OPTIMIZERS["adamw"]([p for p in model.parameters() if p.dim() < 2]),
+    ]
+    for step, batch in enumerate(batches):
+        model(batch if team is None else batch.chunk(2)[team.rank]).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step != 4:
+            continue
+        if team is None:
+            ng.compact_(model, ng.plan(model, batch[:2], training=True), optimizer=both)
+        else:
+            assert ng.shrink_sharded_(model, both, batch[:2], shard=team.shard()) is not None
+    if team is not None:
+        with ng.gathered(model, both):
+            return {"weights": model.state_dict(), "state": [state_of(model, each) for each in both]}
+    return {"weights": model.state_dict(), "state": [state_of(model, each) for each in both]}
+
+
 def left_whole(team):
     """gathered without shard= leaves an ordinary model, with gradients and state."""
     model, _, batches = start("transformer")
@@ -235,6 +261,7 @@ OTHERS = (
     in_bf16,
     after_an_evaluation,
     with_a_shrinker,
+    two_optimizers,
     left_whole,
     random_numbers,
     from_meta,
@@ -319,6 +346,12 @@ def alone_without_cut():
     train(model, optimizer, penalty_for(gates, "loss"), "loss", batches)
     ng.compact_(model, ng.plan(model, batches[0][:2], training=True), optimizer=optimizer)
     return model.state_dict()
+
+
+def test_several_optimizers_are_cut_along(found):
+    expected = two_optimizers(None)
+    for result in found("two_optimizers"):
+        assert_same(result, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_shrinker_works_inside_gathered(found):

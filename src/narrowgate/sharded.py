@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.dtensors import is_sharded, part_of
-from narrowgate.flow.inplace import compact_, held_by
+from narrowgate.flow.inplace import Optimizers, compact_, held_by, optimizers_of
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.train.shrink import random_numbers_kept
@@ -20,9 +20,7 @@ Shard = Callable[[nn.Module], object]
 
 
 @contextmanager
-def gathered(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, shard: Shard | None = None
-) -> Iterator[nn.Module]:
+def gathered(model: nn.Module, optimizer: Optimizers = None, *, shard: Shard | None = None) -> Iterator[nn.Module]:
     """Inside, a model under ``fully_shard`` is an ordinary one, whole on every process; afterwards it is sharded again.
 
     All processes must come here together, between two steps. Modules, gates, the optimizer and its groups keep their
@@ -30,25 +28,26 @@ def gathered(
     afterwards. Each process needs memory for the whole model, and for the whole state of the optimizer.
 
     Args:
-        optimizer: the one that was made of the sharded model's parameters.
+        optimizer: the one that was made of the sharded model's parameters; a list where there are several.
         shard: calls ``fully_shard`` on the model's parts and on the model, as you did at first; without it the model
             stays whole.
     """
     fsdp()
     reshard_(model)
-    _check(model, optimizer)
-    _exchange_(model, optimizer, {p: _gather(p) for p in model.parameters() if is_sharded(p)})
+    optimizers = optimizers_of(optimizer)
+    _check(model, optimizers)
+    _exchange_(model, optimizers, {p: _gather(p) for p in model.parameters() if is_sharded(p)})
     forget_fsdp_(model)
     try:
         yield model
     finally:
         if shard is not None:
-            _shard_again_(model, optimizer, shard)
+            _shard_again_(model, optimizers, shard)
 
 
 def shrink_sharded_(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     example_inputs: ExampleInputs,
     *,
     shard: Shard,
@@ -58,7 +57,8 @@ def shrink_sharded_(
     """Remove the channels of closed gates from a model under ``fully_shard`` while it trains, in place.
 
     ``gathered``, ``plan(training=True)`` on the first process, and ``compact_`` with its plan on all. All processes
-    must come here together, between two steps. ``shard`` is as for ``gathered``; the rest as for ``plan``.
+    must come here together, between two steps. ``optimizer`` and ``shard`` are as for ``gathered``; the rest as for
+    ``plan``.
 
     Returns:
         The plan that was applied, or None where nothing could go.
@@ -92,7 +92,7 @@ def _sharded(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _check(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Refuse, before anything is changed, what can't be put together, and an optimizer of other parameters."""
     for name, p in _sharded(model).items():
         if sum(not placement.is_replicate() for placement in p.placements) > 1:
@@ -100,11 +100,12 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
                 f"{name!r} is sharded over several axes of its mesh ({p.placements}); fully_shard alone can be "
                 "undone, tensor parallelism can't"
             )
-    if optimizer is not None and held_by(optimizer).isdisjoint(id(p) for p in model.parameters()):
-        raise ValueError(
-            f"{type(optimizer).__name__} holds no parameter of this model; make the optimizer after fully_shard, "
-            "and hand over the one that you step"
-        )
+    for optimizer in optimizers:
+        if held_by(optimizer).isdisjoint(id(p) for p in model.parameters()):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no parameter of this model; make the optimizer after fully_shard, "
+                "and hand over the one that you step"
+            )
 
 
 def _gather(parameter: Any) -> nn.Parameter:
@@ -112,7 +113,7 @@ def _gather(parameter: Any) -> nn.Parameter:
     return nn.Parameter(full.clone(), requires_grad=parameter.requires_grad)
 
 
-def _shard_again_(model: nn.Module, optimizer: torch.optim.Optimizer | None, shard: Shard) -> None:
+def _shard_again_(model: nn.Module, optimizers: list[torch.optim.Optimizer], shard: Shard) -> None:
     plain = dict(model.named_parameters(remove_duplicate=False))
     shard(model)
     now = dict(model.named_parameters(remove_duplicate=False))
@@ -121,11 +122,11 @@ def _shard_again_(model: nn.Module, optimizer: torch.optim.Optimizer | None, sha
             "shard= left the model without sharded parameters, or renamed some; it has to call fully_shard on the "
             "model that it is given"
         )
-    _exchange_(model, optimizer, {p: now[name] for name, p in plain.items() if now[name] is not p})
+    _exchange_(model, optimizers, {p: now[name] for name, p in plain.items() if now[name] is not p})
 
 
 @torch.no_grad()
-def _exchange_(model: nn.Module, optimizer: torch.optim.Optimizer | None, new: dict[Tensor, nn.Parameter]) -> None:
+def _exchange_(model: nn.Module, optimizers: list[torch.optim.Optimizer], new: dict[Tensor, nn.Parameter]) -> None:
     """Put new parameters in the places of old ones, with their gradients and the optimizer's state."""
     for module in model.modules():
         store = module._parameters
@@ -134,15 +135,14 @@ def _exchange_(model: nn.Module, optimizer: torch.optim.Optimizer | None, new: d
     for before, parameter in new.items():
         if before.grad is not None:
             parameter.grad = _as(before.grad, parameter)
-    if optimizer is None:
-        return
-    for group in optimizer.param_groups:
-        group["params"][:] = [new.get(p, p) for p in group["params"]]
-    for before in [p for p in optimizer.state if p in new]:
-        optimizer.state[new[before]] = {
-            key: _as(value, new[before]) if _belongs(value, before) else value
-            for key, value in optimizer.state.pop(before).items()
-        }
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new.get(p, p) for p in group["params"]]
+        for before in [p for p in optimizer.state if p in new]:
+            optimizer.state[new[before]] = {
+                key: _as(value, new[before]) if _belongs(value, before) else value
+                for key, value in optimizer.state.pop(before).items()
+            }
 
 
 def _belongs(value: object, parameter: Tensor) -> bool:
