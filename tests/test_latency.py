@@ -341,6 +341,13 @@ def test_zeroing_takes_output_channels_of_grouped_transposed_convolutions():
     assert (model[1](torch.randn(1, 8, 4, 4)) == 0).all((0, 2, 3)).tolist() == [False, True] * 6
 
 
+def test_zeroing_takes_output_channels_of_gpt_2s_layers():
+    layers = pytest.importorskip("transformers.pytorch_utils")
+    model = nn.Sequential(layers.Conv1D(8, 4), nn.ReLU(), layers.Conv1D(2, 8)).eval()
+    zero_channels_(model, 0.5)
+    assert (model[0](torch.randn(3, 4)) == 0).all(0).tolist() == [False, True] * 4
+
+
 def test_zeroing_takes_the_same_channels_everywhere_and_spares_the_last_layer():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.ConvTranspose2d(8, 6, 3), nn.Conv2d(6, 2, 1)

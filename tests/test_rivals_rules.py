@@ -329,6 +329,21 @@ def test_a_filter_at_zero_stays_there_and_overlapping_groups_take_no_proximal_st
         filters_of(model, 3)
 
 
+def test_filters_of_gpt_2s_layers_are_columns():
+    layers = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    model = nn.Sequential(layers.Conv1D(6, 4), nn.ReLU(), layers.Conv1D(3, 6)).double().eval()
+    filters = filters_of(model, 2, inputs=lambda name, layer: name == "2")
+    assert_same(filters["0"].g, model[0].weight.norm(dim=0), **CLOSE)
+    assert_same(filters["2.inputs"].g, model[2].weight.norm(dim=1), **CLOSE)
+    gone = torch.tensor([True, False, False, True, False, False])
+    filters["0"].close_(gone)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert_same((model[0](x) == 0).all(0), gone)
+    small = ng.compact(model, ng.plan(model, x))
+    assert small[0].weight.shape == (4, 4) and small[2].weight.shape == (4, 3)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_filters_of_a_transposed_convolution_run_group_by_group(groups):
     torch.manual_seed(0)

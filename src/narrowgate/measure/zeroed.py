@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from narrowgate.sites import find_sites
+from narrowgate.swap import is_conv1d
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def zero_channels_(model: nn.Module, share: float) -> None:
             width = weight.shape[1]
             weight.view(site.layer.groups, -1, *weight.shape[1:])[dead // width, :, dead % width] = 0.0
         else:
-            weight.index_fill_(0, dead, 0.0)
+            weight.index_fill_(int(is_conv1d(site.layer)), dead, 0.0)
         if isinstance(bias, Tensor):
             bias.index_fill_(0, dead, 0.0)
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgate.gates import Gate
 from narrowgate.gateset import Gates
 from narrowgate.sites import Site, Where, find_sites
-from narrowgate.swap import MAKE_ORDINARY, has_lazy_weights
+from narrowgate.swap import MAKE_ORDINARY, has_lazy_weights, is_conv1d
 
 
 class FilterGate(Gate):
@@ -29,7 +29,7 @@ class FilterGate(Gate):
         self._order = order
         # Not submodules: the model owns its layers.
         self.__dict__["layer"], self.__dict__["follows"] = site.layer, follows
-        transposed = bool(getattr(site.layer, "transposed", False))
+        transposed = bool(getattr(site.layer, "transposed", False)) or is_conv1d(site.layer)
         self._axis = int(transposed) if site.key == "gate" else int(not transposed)
         self._outputs = site.key == "gate"
         # Of a transposed convolution, output channels run group by group: each group's inputs make their own.
