@@ -142,5 +142,6 @@ def test_folders_that_can_not_be_used(root):
 def test_a_damaged_image_is_named(root, workers):
     path = root / "val" / "dog" / "1.png"
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(DataError, match=r"dog/1.png can't be read as an image \(.*replace or remove it"):
+    with pytest.raises(DataError, match=r"^\S*dog/1.png can't be read as an image \(.*replace or remove it$") as found:
         list(load(root, workers=workers).loader("test", 2))
+    assert "\n" not in str(found.value)

@@ -81,7 +81,7 @@ class FolderData:
             # Without one of its own, a loader would take a number from the global generator.
             generator=seeded("narrowgate loader", seed, epoch),
         )
-        return iter(loader)
+        return _batches(loader)
 
     def _train_order(self, batch: int, seed: int, epoch: int, rank: int, world: int) -> list[int]:
         steps = self.train_size // (batch * world)
@@ -139,6 +139,15 @@ def _scan(folder: Path, expected: list[str] | None = None) -> tuple[list[str], _
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _batches(loader: DataLoader[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a loader gives; of an error in one of its workers, whose text is a traceback, the last line is kept."""
+    try:
+        yield from loader
+    except DataError as error:
+        last = str(error).strip().splitlines()[-1]
+        raise DataError(last.partition(f"{DataError.__name__}: ")[2] or last) from None
 
 
 def _parts(count: int, batch: int, rank: int, world: int) -> list[int]:
