@@ -50,6 +50,9 @@ class Page:
         self._session = self._call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
+        # Of a loop of observers a page is told, and nobody else.
+        heard = "addEventListener('error', event => console.error(event.message))"
+        self._call("Page.addScriptToEvaluateOnNewDocument", source=heard)
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])

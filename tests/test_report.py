@@ -24,7 +24,7 @@ from narrowgate.cli import build_app
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.report import ReportError, write_report
-from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData, describe, facts
+from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunData, clean, describe, facts
 from narrowgate.report.folder import plan_parts
 from narrowgate.report.page import render
 from narrowgate.report.read import fronts, read_run, read_runs
@@ -296,6 +296,11 @@ def made_up(name="x", accuracy=0.9, parameters=10, finished=True, data="digits",
         events=[], layers=[], constants=[], walls=[], has_plan=False, gates=None, latency=None, curve=None, recipe="",
     )  # fmt: skip
     return dataclasses.replace(run, **changes)
+
+
+def test_numbers_are_not_rounded_twice():
+    accuracy = clean(581 / 599)  # 96.99499 %, which six digits would make 96.995
+    assert f"{accuracy:.2%}" == f"{581 / 599:.2%}" == "96.99%"
 
 
 def test_the_front_is_what_no_other_run_beats():

@@ -99,9 +99,9 @@ class RunData:
 
 
 def clean(value: Any) -> Any:
-    """A value for JSON: what is not a finite number is None, and numbers have six digits that count."""
+    """A value for JSON: what is not a finite number is None, and numbers have ten digits that count."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.10g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -76,10 +76,12 @@ function scale(axis, from, to) {
 function responsive(draw) {
   const host = el("div", { class: "chart" });
   let last = 0;
-  new ResizeObserver(() => {
+  const fit = () => {
     const width = Math.round(host.clientWidth);
     if (width && width !== last) draw(host, (last = width));
-  }).observe(host);
+  };
+  // Not at once: drawing changes the height, and the browser would complain of an observer that sets itself off.
+  new ResizeObserver(() => requestAnimationFrame(fit)).observe(host);
   return { host, redraw: () => last && draw(host, last) };
 }
 // Call with the position inside an SVG whenever a mouse or a finger is over it.
