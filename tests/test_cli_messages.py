@@ -64,12 +64,20 @@ def test_help_lists_every_command_in_one_screen():
 def test_a_misspelt_command_or_option_gets_a_suggestion():
     assert "Did you mean 'inspect'?" in refused("inspct", "lenet5", code=2)
     assert "--batches" in refused("measure", "lenet5", "--batchs", "1", code=2)
-    assert "Missing argument 'what'" in refused("export", "--out", "x.onnx", code=2)
+    assert "Missing argument 'NETWORK'" in refused("export", "--out", "x.onnx", code=2)
     assert "'narrowgate export --help'" in words(
         subprocess.run(
             [sys.executable, "-m", "narrowgate", "export"], capture_output=True, text=True, check=False
         ).stderr
     )
+
+
+def test_help_shows_what_is_typed():
+    for command in ("train", "sweep", "record", "reproduce", "report", "inspect", "measure", "export"):
+        text = invoke(command, "--help").output
+        assert not re.search(r"<bool>|<path>|<str>|list\[|[{}]", text)
+    assert " train [OPTIONS] RECIPE " in invoke("train", "--help").output
+    assert " report [OPTIONS] RUN... " in invoke("report", "--help").output
 
 
 def test_completion_can_be_installed():

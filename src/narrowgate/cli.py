@@ -31,12 +31,12 @@ def main() -> None:
 def build_app() -> "typer.Typer":
     """The commands. They are made here, and import what they need when they run, so that ``--help`` stays quick."""
     import typer
-    from typer.core import TyperGroup
 
     from narrowgate.commands import add_commands
+    from narrowgate.plain_help import Command, Group
     from narrowgate.reproduce.options import add_reproduction
 
-    class Commands(TyperGroup):
+    class Commands(Group):
         def invoke(self, ctx: Any) -> Any:
             with told_in_one_line(lambda: _STOPPED.get(ctx.invoked_subcommand, "stopped")):
                 return super().invoke(ctx)
@@ -58,10 +58,11 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Make PyTorch networks narrow while they train.
 
-        Trainable gates learn which channels of a network matter; a closed gate makes its filter exactly zero.
+        Trainable gates learn which channels of a network matter; a closed gate makes its filter exactly zero,
+        and what is zero is removed without changing what the network computes.
         """
 
-    @app.command()
+    @app.command(cls=Command)
     def demo(
         epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the training images.")] = 80,
         seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same run.")] = 0,
@@ -85,9 +86,11 @@ def build_app() -> "typer.Typer":
             typer.echo("No gate closed, so there is nothing to remove: raise --strength or --epochs.", err=True)
             raise typer.Exit(1)
 
-    @app.command()
+    @app.command(cls=Command)
     def train(
-        recipe: Annotated[Path, typer.Argument(help="A TOML file, such as recipes/digits-small.toml.")],
+        recipe: Annotated[
+            Path, typer.Argument(metavar="RECIPE", help="A TOML file, such as recipes/digits-small.toml.")
+        ],
         data: Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")] = "",
         out: Annotated[
             Path | None,
@@ -125,9 +128,9 @@ def build_app() -> "typer.Typer":
             num_nodes=num_nodes,
         )
 
-    @app.command()
+    @app.command(cls=Command)
     def sweep(
-        recipe: Annotated[Path, typer.Argument(help="The TOML file that all trials start from.")],
+        recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The TOML file that all trials start from.")],
         over: Annotated[
             list[str],
             typer.Option(
@@ -171,7 +174,7 @@ def build_app() -> "typer.Typer":
         if any(outcome.result is None for outcome in found):
             raise typer.Exit(1)
 
-    @app.command()
+    @app.command(cls=Command)
     def report(
         runs: Annotated[
             list[Path],

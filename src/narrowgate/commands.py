@@ -19,12 +19,14 @@ def add_commands(app: "typer.Typer") -> None:
     """Add the commands to the application; what is heavy is imported when one runs."""
     import typer
 
-    What = Annotated[str, typer.Argument(help=_WHAT, show_default=False, autocompletion=_names)]
+    from narrowgate.plain_help import Command
+
+    What = Annotated[str, typer.Argument(metavar="NETWORK", help=_WHAT, show_default=False, autocompletion=_names)]
     Model = Annotated[str, typer.Option(metavar="NAME", help=_MODEL, show_default=False, autocompletion=_names)]
     Classes = Annotated[int | None, typer.Option(min=1, metavar="N", help=_CLASSES)]
     ImageShape = Annotated[str, typer.Option(metavar="C,H,W", help=_SHAPE, show_default=False)]
 
-    @app.command()
+    @app.command(cls=Command)
     def inspect(
         what: What,
         model: Model = "",
@@ -40,7 +42,7 @@ def add_commands(app: "typer.Typer") -> None:
         found = inspect_model(source.network, source.example(), made_by=source.plan)
         print_inspection(found, table_console())
 
-    @app.command()
+    @app.command(cls=Command)
     def measure(
         what: What,
         model: Model = "",
@@ -96,7 +98,7 @@ def add_commands(app: "typer.Typer") -> None:
             raise typer.BadParameter(
                 f"{what} is a whole network: add --zero 0.5 to time it against a copy that lacks half of each "
                 "layer's channels, or give the folder of a run",
-                param_hint="what",
+                param_hint="NETWORK",
             )
         try:
             result = latency(
@@ -116,7 +118,7 @@ def add_commands(app: "typer.Typer") -> None:
         if json is not None:
             replace_file(json, result.to_json().encode())
 
-    @app.command()
+    @app.command(cls=Command)
     def export(
         what: What,
         out: Annotated[Path, typer.Option(metavar="FILE", help="Where it goes, such as model.onnx or model.pt2.")],

@@ -14,14 +14,16 @@ def add_reproduction(app: "typer.Typer") -> None:
     """Add the commands to the application; what is heavy is imported when one runs."""
     import typer
 
+    from narrowgate.plain_help import Command
+
     def training(*names: str, **facts: Any) -> Any:
         return typer.Option(*names, rich_help_panel="Training what is missing", **facts)
 
     Data = Annotated[str, typer.Option(metavar="PATH", help="Where the data is, if not as the recipe says.")]
 
-    @app.command()
+    @app.command(cls=Command)
     def record(
-        run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
         out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes, such as results/NAME.json.")],
         recipe: Annotated[
             Path | None, typer.Option(metavar="FILE", help="The recipe file that was run, for the record's command.")
@@ -40,11 +42,11 @@ def add_reproduction(app: "typer.Typer") -> None:
 
         typer.echo(command.record(run, out, recipe, dataset, curve, data or None, device))
 
-    @app.command()
+    @app.command(cls=Command)
     def reproduce(
         what: Annotated[
             Literal["mnist", "cifar100", "imagenet", "method", "figures", "all"],
-            typer.Argument(help="Which tables, or the figures."),
+            typer.Argument(metavar="PART", help="mnist, cifar100, imagenet, method, figures, or all."),
         ] = "all",
         results: Annotated[Path, typer.Option(metavar="FOLDER", help="The result files.")] = Path("results"),
         out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the figures here.")] = None,
