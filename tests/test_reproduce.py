@@ -161,6 +161,9 @@ def test_an_unfinished_run_has_no_record(finished, tmp_path):
     (tmp_path / "recipe.toml").write_text((finished / "recipe.toml").read_text())
     with pytest.raises(RecordError, match=r"lacks metrics\.jsonl, result\.json"):
         collect(tmp_path)
+    for folder in (tmp_path / "nowhere", tmp_path / "recipe.toml"):
+        with pytest.raises(RecordError, match="is not the folder of a run: give one that narrowgate train wrote"):
+            collect(folder)
 
 
 @pytest.mark.parametrize("lines", [0, 2])

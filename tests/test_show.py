@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -129,6 +130,10 @@ def test_the_bar_in_a_terminal(clock):
         clock.now += 6  # this epoch has become a slow one
         assert "step 5/10" in rendered(show)[0]
         assert all(len(line) <= 60 for line in rendered(show, 60))
+        assert rendered(show, 80)[1:] == [
+            "loss 1.0000  accuracy 25.00%  closed 12.5%",
+            "parameters 1.00 k  multiply-adds 2.00 k",
+        ]
     assert "epoch  2/10" in screen.text
 
 
@@ -195,6 +200,13 @@ def test_the_summary(terminal):
     assert table["test accuracy"][2:] == ["73.25%", "73.21%", "-0.04", "points"]
     assert "64.3%" in table["Gates closed"] and "3e-06" in table["Exactness"]
     assert screen.lines[-1] == "Training      200 epochs in 67 min on cpu"
+
+
+def test_the_summary_says_where_the_run_is_and_what_shows_it():
+    screen = Screen(terminal=False)
+    with Show(screen.console, 1) as show:
+        show.summary(result(), {}, Path("runs/my run"))
+    assert screen.lines[-1] == "All of it     runs/my run; to look at it: narrowgate report 'runs/my run'"
 
 
 def test_the_summary_of_other_runs():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from engine_helpers import LENET, write_images
 from typer.testing import CliRunner
 
@@ -81,8 +82,13 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, reci
     assert "lower train.batch" in refused(recipe, *good, "--set", "train.batch=1000")
     assert "there is no network 'lenet'" in refused(recipe, *good, "--set", "model.name=lenet")
     assert "BatchNorm" in refused(recipe, *good, "--set", "gates.kind=linear")
+    assert f"{tmp_path}: can't be read as a recipe: it is a folder; give a file in it" in refused(tmp_path, *good)
     for name in ("sundial", "tpu"):
-        assert f"accelerator '{name}'" in refused(recipe, "--data", images, "--out", out, "--accelerator", name)
+        wrong_name = refused(recipe, "--data", images, "--out", out, "--accelerator", name)
+        assert f"accelerator '{name}': choose cpu, cuda or auto" in wrong_name
+    if not torch.cuda.is_available():
+        no_gpu = refused(recipe, "--data", images, "--out", out, "--accelerator", "cuda")
+        assert "sees no GPU: train with accelerator 'cpu'" in no_gpu
     typo = refused(recipe, *good, "--set", 'gates.skip=["conv*", "fcc1"]')
     assert 'gates.skip has "fcc1", and lenet5 has no layer of that name; did you mean "fc1"?' in typo
     assert 'gates.inputs has "fcc1"' in refused(recipe, *good, "--set", 'gates.inputs=["fcc1"]')
@@ -92,7 +98,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, reci
     assert "gates of the recipe don't fit the network" in refused(recipe, *good, *model)
     assert not out.exists()
     out.write_text("a file")
-    assert str(out) in refused(recipe, *good)
+    assert f"{out} is a file: choose a folder with --out" in refused(recipe, *good)
 
 
 def test_trouble_in_training_is_said_in_one_line(tmp_path, recipe, images):

@@ -43,7 +43,11 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
         dataset: what an array file held, such as ``mnist``; needed where the recipe does not name the data set.
     """
     folder = Path(folder)
-    missing = [name for name in (RECIPE, METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
+    if not (folder / RECIPE).is_file():
+        raise RecordError(
+            f"{folder} is not the folder of a run: give one that narrowgate train wrote, such as runs/NAME"
+        )
+    missing = [name for name in (METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
     recipe = Recipe.load(folder / RECIPE).without_places()
@@ -105,18 +109,18 @@ def _outcome(result: Mapping[str, Any]) -> dict[str, Any]:
     tuned = bool(result["finetune_epochs"])
     return {
         "accuracy": {
-            "gated": _rounded(result["accuracy_gated"], 6),
-            "after_removal": _rounded(result["accuracy_removed"], 6),
-            "after_fine_tuning": _rounded(result["accuracy"], 6) if tuned else None,
-            "final": _rounded(result["accuracy"], 6),
-            "validation": _rounded(result["validation_accuracy"], 6),
+            "gated": _rounded(result["accuracy_gated"], 10),
+            "after_removal": _rounded(result["accuracy_removed"], 10),
+            "after_fine_tuning": _rounded(result["accuracy"], 10) if tuned else None,
+            "final": _rounded(result["accuracy"], 10),
+            "validation": _rounded(result["validation_accuracy"], 10),
         },
         "parameters": result["parameters"],
         "parameters_full": result["parameters_full"],
-        "pruned": _rounded(1 - result["parameters"] / result["parameters_full"], 6),
+        "pruned": _rounded(1 - result["parameters"] / result["parameters_full"], 10),
         "multiply_adds": result["multiply_adds"],
         "multiply_adds_full": result["multiply_adds_full"],
-        "closed": _rounded(result["closed"], 6),
+        "closed": _rounded(result["closed"], 10),
         "closed_by_threshold": result["closed_by_threshold"],
         "max_error": _rounded(result["max_error"], None),
         "epochs": result["epochs"],

@@ -64,8 +64,10 @@ def read_npz(path: Path) -> dict[str, Any]:
     except DataError:
         raise
     except _UNREADABLE as error:
+        # NumPy takes what it does not know for a pickle, and tells how to load one: nobody should.
+        why = "it holds pickled objects, or is no such file at all" if "pickle" in str(error) else error
         raise DataError(
-            f"{path} can't be read as an .npz file of plain arrays ({error}); get it again, or save it anew with "
+            f"{path} can't be read as an .npz file of plain arrays ({why}); get it again, or save it anew with "
             f"numpy.savez(path, {_wanted()}) from arrays of numbers"
         ) from error
 

@@ -142,7 +142,7 @@ def _read_torchvision(source: str, root: Path, download: bool) -> tuple[ImageSet
         except DataError:
             raise
         except Exception as error:  # a damaged file makes torchvision's parsers raise anything, assertions included
-            reason = str(error).strip() or type(error).__name__
+            reason = str(error).partition(" You can use download=True")[0].strip(" .") or type(error).__name__
             raise DataError(f"{root} gives no {source}: {reason}. {_how_to_get(source)}") from error
     return sets[0], sets[1]
 

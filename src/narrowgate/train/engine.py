@@ -114,7 +114,7 @@ def _finish(training: Training, folder: Path) -> Result:
     if place.rank == 0:
         save_small(pruned.small, pruned.plan, folder / SMALL)
         result.save(folder)
-    training.show.summary(result, {row.layer: (row.total, row.kept) for row in pruned.plan.rows})
+    training.show.summary(result, {row.layer: (row.total, row.kept) for row in pruned.plan.rows}, folder)
     return result
 
 
@@ -150,8 +150,13 @@ def launch(accelerator: str, devices: int, num_nodes: int) -> Fabric:
     if torch.distributed.is_torchelastic_launched():  # torchrun was told how many
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         num_nodes = int(os.environ["WORLD_SIZE"]) // devices
+    there = torch.cuda.is_available()
     if accelerator == "auto":  # not Apple's GPUs: they lack float64, in which the remover computes
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        accelerator = "cuda" if there else "cpu"
+    if accelerator not in ("cpu", "cuda"):
+        raise TrainingError(f"can't train with accelerator {accelerator!r}: choose cpu, cuda or auto")
+    if accelerator == "cuda" and not there:
+        raise TrainingError(f"PyTorch {torch.__version__} sees no GPU: train with accelerator 'cpu'")
     strategy = "ddp" if devices * num_nodes > 1 else "auto"
     # Precision stays ours: Fabric's autocast keeps a cache of casts, which a captured CUDA graph can't have.
     rank_zero.log.addFilter(_is_no_advice)
@@ -171,6 +176,8 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
     """Check that a folder is fit for this run; a finished run's result if there is one."""
     kept = folder / RECIPE
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file: choose a folder with --out")
     if kept.exists() and not resume:
         raise FileExistsError(f"{folder} holds a run: go on with --resume, or choose another folder with --out")
     different = Recipe.load(kept).differences(recipe) if kept.exists() else {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -84,15 +86,17 @@ class Show:
             self._told.add(text)
             self._print(text, "yellow")
 
-    def summary(self, result: Result, widths: Mapping[str, tuple[int, int]]) -> None:
+    def summary(self, result: Result, widths: Mapping[str, tuple[int, int]], folder: Path | None = None) -> None:
         """Print what the run ended with; ``widths`` are the channels of each layer, before and after."""
         self._stop()
         self._console.print()
         self._console.print(_table(result, widths))
         for line in _remarks(result):
             self._print(line)
+        if folder is not None:
+            self._print(f"All of it     {folder}; to look at it: narrowgate report {shlex.quote(str(folder))}")
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The progress as it stands: a bar, and below it the numbers of the last epoch."""
         within = self._step / self._steps if self._steps else 0.0
         slow = time.perf_counter() - self._epoch_began > _SLOW or (self._recent and self._recent[-1] > _SLOW)
@@ -103,7 +107,11 @@ class Show:
             f"step {self._step}/{self._steps}" if slow and self._step else "",
             self._time_left(),
         )
-        return line if self._row is None else Group(line, Text("  ".join(self._numbers(self._row))))
+        yield line
+        if self._row is not None:
+            numbers = self._numbers(self._row)
+            parts = [numbers] if len("  ".join(numbers)) <= options.max_width else [numbers[:3], numbers[3:]]
+            yield from (Text("  ".join(part)) for part in parts)
 
     def _numbers(self, row: EpochRow) -> list[str]:
         return [

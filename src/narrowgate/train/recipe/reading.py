@@ -32,6 +32,8 @@ def read_text(path: Path) -> str:
             others.sort(key=lambda name: path.stem not in name)
             near = f"; {path.parent} has {', '.join(others[:4])}{' and others' if len(others) > 4 else ''}"
         raise RecipeError(f"{path}: no such recipe{near or '; give a TOML file, see docs/recipes.md'}") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path}: can't be read as a recipe: it is a folder; give a file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: can't be read as a recipe: {error}") from error
 
