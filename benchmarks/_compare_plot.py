@@ -36,28 +36,21 @@ def _figure(record: dict[str, Any]) -> Any:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     networks = record["networks"]
-    figure, axes = plt.subplots(1, len(networks), figsize=(6.5 * len(networks), 4.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(networks), figsize=(5 * len(networks), 4.4), squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
     for axis, found in zip(axes[0], networks.values(), strict=True):
         hidden = _panel(axis, found, handles)
-        below = f"; {hidden} further below not shown" if hidden else ""
+        below = f"\n({hidden} more lie below)" if hidden else ""
         axis.set(title=f"{found['title']}{below}", xlabel="parameters left", xscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g} k"))
         axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0][0].set_ylabel(f"accuracy on {record['judged_on']} images, %")
     columns = min(5, len(handles))
     if handles:
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="upper center",
-            ncol=columns,
-            bbox_to_anchor=(0.5, 0.0),
-            fontsize=8,
-        )
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncol=columns, fontsize=8)
     epochs = record["settings"]["epochs"]
-    figure.suptitle(f"{epochs} epochs each from the same weights; bars: deviation between seeds", y=1.0, fontsize=9)
+    figure.suptitle(f"{epochs} epochs each from the same weights; bars: deviation between seeds", fontsize=9)
     return figure
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = "repository/"  # where files from outside docs/ lie in the site
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+WHOLE = re.compile(r"<td(?=[^>]*>[\d.]+(?:(?:-[\d.]+){3}| ± [\d.]+)</td>)")  # 8-19-117-24 and 0.78 ± 0.02
 DRAWING = re.compile(r'<img alt="([^"]*)" src="([^"]*\.svg)" ?/?>')
 
 
@@ -45,7 +46,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawings into the page itself, where they follow its switch between light and dark."""
+    """Put drawings into the page itself, where they follow its switch between light and dark; keep numbers whole."""
 
     def inlined(match: re.Match[str]) -> str:
         path = Path(config.docs_dir, posixpath.dirname(page.file.src_uri), match[2])
@@ -53,7 +54,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         label = f'class="diagram" aria-label="{match[1]}"'
         return drawing.replace('class="diagram"', label, 1) if 'class="diagram"' in drawing else match[0]
 
-    return DRAWING.sub(inlined, html)
+    return DRAWING.sub(inlined, WHOLE.sub('<td class="whole"', html))
 
 
 def _in_repository(uri: str) -> str:

@@ -48,6 +48,12 @@ def test_drawings_are_part_of_their_pages(site):
     assert html.count('class="diagram" aria-label="') == 4 and ".svg" not in re.sub(r"logo\.svg", "", html)
 
 
+def test_the_tables_of_the_paper_can_be_read(site):
+    html = (site / "reproduction.html").read_text(encoding="utf-8")
+    assert '<td class="whole">8-19-117-24</td>' in html and '<td class="whole">0.78 ± 0.02</td>' in html
+    assert "<li>:" not in html  # a note that begins with a dash
+
+
 def test_the_reference_shows_arguments_and_what_they_mean(site):
     html = (site / "api.html").read_text(encoding="utf-8")
     assert 'id="narrowgate.flow.plan.plan"' in html and "cuts a residual stream only where" in html

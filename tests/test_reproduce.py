@@ -324,6 +324,13 @@ def test_imagenet_run_beside_table_2():
     assert row[1] == "3.00" and row[5:8] == ("2.90", "250.0", "76.00")
 
 
+def test_a_note_explains_only_words_that_its_table_has():
+    for table in (table for part in sections(RESULTS).values() for table in part):
+        text = " ".join(cell for row in table.rows for cell in row).lower()
+        explained = [word for word in ("chosen", "with biases") if f"{word}: " in table.note.lower()]
+        assert all(word in text for word in explained) and not table.note.startswith("-"), table.title
+
+
 def test_numbers_as_people_write_them():
     assert [short(v) for v in (0, 5e-4, 1.5e-3, 0.1, 1e-12)] == ["0", "5e-4", "1.5e-3", "0.1", "1e-12"]
     assert mean_and_spread([1.0]) == "1.00" and mean_and_spread([1.0, 3.0]) == "2.00 ± 1.41"

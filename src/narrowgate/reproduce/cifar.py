@@ -12,7 +12,7 @@ from narrowgate.reproduce.tables import NO_NUMBER, NO_RUN, Table, judge
 _HEAD = ("kind", "paper pruned %", "accuracy %", "ours pruned %", "accuracy %", "runs", "reached", "settings or recipe")
 _NOTE = (
     "Pruned: share of the parameters of the ungated network. Accuracy: of the small network on the test images. "
-    "- : the paper has this one in a plot only. Reached: what is not worse than in the paper."
+    "A dash: the paper has this one in a plot only. Reached: what is not worse than in the paper."
 )
 
 
@@ -83,7 +83,9 @@ def _others(runs: Sequence[Run]) -> Table:
         kind = f"{run.kind}, {run.epochs} epochs ({why})"
         rows.append((NETWORKS[run.network], kind, *numbers, run.settings))
     head = ("network", "kind", "pruned %", "accuracy %", "runs", "settings")
-    return Table("CIFAR-100: runs that are not the paper's", head, tuple(rows), "They stand in for none of its rows.")
+    return Table(
+        "CIFAR-100: runs that are not the paper's", head, tuple(rows), "None of them fills a row of the paper's."
+    )
 
 
 def _why_apart(run: Run) -> str:

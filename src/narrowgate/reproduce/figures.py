@@ -83,7 +83,7 @@ def _norms() -> Any:
 
 
 def _trade_off(runs: Sequence[Run]) -> Any:
-    figure, axes = _subplots(1, 3, figsize=(13, 4))
+    figure, axes = _subplots(1, 3, figsize=(9.6, 3.6), layout="constrained")
     handles: dict[Kind, Any] = {}
     for axis, (network, title) in zip(axes, NETWORKS.items(), strict=True):
         for row in FIGURE_2:
@@ -97,17 +97,15 @@ def _trade_off(runs: Sequence[Run]) -> Any:
                 axis.plot([100 * run.pruned], [100 * run.accuracy], **_OWN[run.taught])
         if not mine:
             axis.text(0.5, 0.05, "no run of ours yet", transform=axis.transAxes, ha="center", color="#777777")
-        axis.set(title=f"{title}, CIFAR-100", xlabel="parameters pruned, %", xlim=(-4, 100))
+        axis.set(title=title, xlabel="parameters pruned, %", xlim=(-4, 100))
         axis.margins(y=0.3)
     axes[0].set_ylabel("test accuracy, %")
     for kind in dict.fromkeys(row.kind for row in FIGURE_2):
         handles[kind] = _mark(axes[0], kind, float("nan"), float("nan"))
     labels = [*map(str, handles), "our own way, or shorter", "the same, with a teacher"]
     own = [axes[0].plot([float("nan")], [float("nan")], **style)[0] for style in _OWN.values()]
-    figure.legend(
-        [*handles.values(), *own], labels, loc="lower center", ncol=6, bbox_to_anchor=(0.5, -0.13), fontsize=8
-    )
-    figure.suptitle("filled: ours, one marker a run; hollow: the paper's numbers", y=1.0, fontsize=9)
+    figure.legend([*handles.values(), *own], labels, loc="outside lower center", ncol=4, fontsize=8.5)
+    figure.suptitle("CIFAR-100; filled: ours, one marker a run; hollow: the paper's numbers", fontsize=9)
     return figure
 
 
@@ -120,7 +118,7 @@ def _mark(axis: Any, kind: Kind, x: float, y: float, hollow: bool = False) -> An
 
 
 def _thresholds(runs: Sequence[Run]) -> Any:
-    figure, axes = _subplots(2, 3, figsize=(13, 6), sharex=True)
+    figure, axes = _subplots(2, 3, figsize=(9.6, 5), sharex=True, layout="constrained")
     for column, (network, title) in enumerate(NETWORKS.items()):
         mine = [run for run in runs if run.network == network and run.curve is not None and is_tested(run)]
         for run in (run for run in mine if run.kind in (Kind("l1", "lin"), Kind("l1", "exp"))):
@@ -137,14 +135,14 @@ def _thresholds(runs: Sequence[Run]) -> Any:
             axis.axvline(WIDEST_INSENSITIVE, color="#999999", linestyle=":")
             if not axis.lines[1:]:
                 axis.text(0.5, 0.5, "no run with a curve yet", transform=axis.transAxes, ha="center", color="#777777")
-        axes[0, column].set_title(f"{title}, CIFAR-100")
+        axes[0, column].set_title(title)
         axes[1, column].set_xlabel("threshold on the gates' values")
     axes[0, 0].set_ylabel("parameters pruned, %")
     axes[1, 0].set_ylabel("test accuracy, %")
     handles = {line.get_label(): line for axis in axes.flat for line in axis.lines if line.get_label()[0] != "_"}
     if handles:
         axes[0, 0].legend(list(handles.values()), list(handles))
-    figure.suptitle("dotted: 1e-3, up to where the paper finds exponential gates insensitive", fontsize=9, y=0.95)
+    figure.suptitle("CIFAR-100; dotted: 1e-3, up to where the paper finds exponential gates insensitive", fontsize=9)
     return figure
 
 

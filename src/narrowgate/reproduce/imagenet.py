@@ -43,8 +43,8 @@ def _figure_4(runs: Sequence[Run]) -> Table:
         rows += [(name, sparsity, lost, *ours) for ours in _ours(alike, row.kind, row.recipe)]
     head = ("kind", "paper sparsity %", "points of top-1 lost", *_OURS)
     note = (
-        "- : in the plot only. The text gives 39 % and 73 % for l1 + exp at two strengths and does not say which; the "
-        "caption names 5e-5 and 1e-4."
+        "A dash: in the plot only. The text gives 39 % and 73 % for l1 + exp at two strengths and does not say which; "
+        "the caption names 5e-5 and 1e-4."
     )
     return Table("Figure 4: ResNet-50 on ImageNet", head, tuple(rows), note)
 
