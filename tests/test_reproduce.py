@@ -80,6 +80,7 @@ def test_every_row_has_a_recipe_of_its_kind():
             recipe = Recipe.load(ROOT / "recipes" / f"{line.recipe}.toml")
             strength = recipe.penalty.strength or recipe.optimizer.weight_decay
             assert (kind_of(recipe.tables()).regulariser, strength) == (line.regulariser, line.strength)
+            assert recipe.train.epochs == line.epochs
 
 
 def test_weights_of_lenet():
@@ -277,7 +278,9 @@ def test_short_steered_and_validation_runs_fill_no_row_of_the_paper(change):
     assert ("70.00" in tables[3].rows[0]) == ("validation" in change)
 
 
-@pytest.mark.parametrize("change", [{"steered": True}, {"kind": Kind("l0", "hard-concrete")}, {"strength": None}])
+@pytest.mark.parametrize(
+    "change", [{"steered": True}, {"kind": Kind("l0", "hard-concrete")}, {"strength": None}, {"epochs": 59}]
+)
 def test_mnist_runs_of_other_kinds_stand_apart(change):
     mine = run(data="mnist", network="lenet5", widths=(9, 12, 36, 21), strength=1e-3)
     first, second = mnist.tables([mine])[0], mnist.tables([dataclasses.replace(mine, **change)])

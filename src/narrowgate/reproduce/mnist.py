@@ -33,8 +33,9 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def row_of(run: Run) -> LeNetRow | None:
-    """The row of Table 1 a run belongs to: of the same regulariser, and of the nearest strength; None without one."""
-    rows = [row for row in TABLE_1 if row.regulariser == run.kind.regulariser and row.recipe]
+    """The row of Table 1 a run belongs to: of its regulariser, not longer, of the nearest strength; None without one."""
+    kinds = [row for row in TABLE_1 if row.regulariser == run.kind.regulariser and row.recipe]
+    rows = [row for row in kinds if run.epochs >= row.epochs]
     if not rows or run.strength is None or run.our_own or run.kind.scheduled or run.kind.gate != "exp":
         return None
     strength = run.strength
