@@ -582,3 +582,27 @@ def test_as_many_places_as_channels(reader):
         model.second.weight[2, :3] = 1  # the channel that alone reads three others
         (reader.weight[2] if isinstance(reader, nn.ConvTranspose1d) else reader.weight[:, 2]).zero_()  # a place
     shrink_all(model, torch.randn(4, 3, 6, dtype=torch.float64))
+
+
+class Window(nn.Module):
+    """It counts its tokens, and by chance there may be as many as it has channels."""
+
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.num_heads, self.head_dim, self.dim, self.most = heads, width // heads, width, width
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x[:, -self.most :]
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(*qkv.unbind(0)).transpose(1, 2).reshape(batch, tokens, self.dim)
+        return self.proj(x).mean(1)
+
+
+def test_a_number_of_something_else_is_that_of_the_channels():
+    model = Window().double().eval()
+    close_(model.qkv, range(32, 36))  # the values of the first head
+    inputs, more = (torch.randn(4, tokens, 16, dtype=torch.float64) for tokens in (10, 20))
+    plan, _ = shrink_all(model, inputs, also=[more])
+    assert plan.widths == {"num_heads": 3, "dim": 12}

@@ -1,12 +1,13 @@
 """Numbers of channels that a block holds itself, such as ``self.width`` for ``x.split(self.width, 1)``.
 
 They are changed with the channels they count; the replay then runs the user's own code with them. If it does not do
-what was predicted, they stay, and so do the channels.
+what was predicted, they stay, and so do the channels. What the code does as well without is left alone: it may count
+something else, of which there are as many by chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -43,6 +44,22 @@ def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
             elif n == count * heads.size:
                 numbers[key] = left * heads.size
     return numbers
+
+
+def needed_numbers(
+    flow: Flow, decision: Decision, widths: dict[str, int], works: Callable[[dict[str, int]], bool]
+) -> dict[str, int]:
+    """The widths of a plan without the numbers of blocks that the code does not need: each kind is tried to go."""
+
+    def kind(name: str) -> tuple[type[nn.Module], str]:
+        owner, _, attribute = name.rpartition(".")
+        return type(flow.modules[owner]), attribute
+
+    for one in dict.fromkeys(map(kind, own_numbers(flow, decision))):
+        rest = {name: number for name, number in widths.items() if kind(name) != one}
+        if works(rest):
+            widths = rest
+    return widths
 
 
 def _numbers_of(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str, int]]:

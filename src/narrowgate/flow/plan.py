@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import edit_of, left_by_group
-from narrowgate.flow.numbers import own_numbers
+from narrowgate.flow.numbers import needed_numbers, own_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import swept
 from narrowgate.flow.scatter import gather_before_norms, narrow_to_own_channels
@@ -198,7 +198,7 @@ def plan_traced(
         decision = decide(flow, round_to)
         made = build(flow, decision, plain, layout)
         if layout == "scatter" and find_trouble(flow, decision, made, plain, example_inputs) is None:
-            return made  # so the aligned layout, with the same streams, would be well too
+            break  # so the aligned layout, with the same streams, would be well too
         aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned")
         if pin_what_breaks(flow, decision, aligned, plain, example_inputs):
             continue
@@ -208,7 +208,12 @@ def plan_traced(
             own = build(flow, decision, plain, layout, norms=False)  # each layer with its own gather, to be timed
             flow.whole |= faster_whole(flow, decision, aligned.cuts, own.cuts, own.edits)
             made = build(flow, decision, plain, layout)
-        return made
+        break
+
+    def works(widths: dict[str, int]) -> bool:
+        return find_trouble(flow, decision, replace(made, widths=widths), plain, example_inputs) is None
+
+    return replace(made, widths=needed_numbers(flow, decision, made.widths, works))
 
 
 def build(flow: Flow, decision: Decision, model: nn.Module, layout: str, norms: bool = True) -> Plan:
