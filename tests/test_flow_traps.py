@@ -396,6 +396,24 @@ def test_what_happens_in_space_depends_on_the_number_of_channels(name):
     assert plan.walls
 
 
+MORE_THAN_THERE_IS = {
+    "slice": lambda x, width: x[..., :width],
+    "slice from the end": lambda x, width: x[:, :, -width:],
+    "split": lambda x, width: x.split(width, 2)[0],
+    "tensor_split": lambda x, width: x.tensor_split([width], 3)[0],
+}
+
+
+@pytest.mark.parametrize("name", MORE_THAN_THERE_IS)
+def test_a_part_by_the_number_of_channels_is_all_of_a_small_image(name):
+    def body(net, x):
+        x = net.conv1(x)
+        return net.conv2(MORE_THAN_THERE_IS[name](x, x.shape[1]))
+
+    plan, _ = shrink_all(chain(body), image(size=5), removes=None, also=[image(size=10)])
+    assert plan.walls
+
+
 def test_an_activation_is_chosen_by_the_number_of_channels():
     def body(net, x):
         x = net.conv1(x)

@@ -17,7 +17,7 @@ from narrowgate.flow.decide import Decision
 from narrowgate.flow.trace import layer_of, op_name
 
 
-def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
+def _own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
     """New values of attributes that count channels, by module and attribute."""
     numbers: dict[str, int] = {}
     for node, labels, size in flow.parts:
@@ -46,20 +46,19 @@ def own_numbers(flow: Flow, decision: Decision) -> dict[str, int]:
     return numbers
 
 
-def needed_numbers(
-    flow: Flow, decision: Decision, widths: dict[str, int], works: Callable[[dict[str, int]], bool]
-) -> dict[str, int]:
-    """The widths of a plan without the numbers of blocks that the code does not need: each kind is tried to go."""
+def needed_numbers(flow: Flow, decision: Decision, works: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    """New values of attributes that count channels, without those that the code does as well without, or better."""
 
     def kind(name: str) -> tuple[type[nn.Module], str]:
         owner, _, attribute = name.rpartition(".")
         return type(flow.modules[owner]), attribute
 
-    for one in dict.fromkeys(map(kind, own_numbers(flow, decision))):
-        rest = {name: number for name, number in widths.items() if kind(name) != one}
+    numbers = _own_numbers(flow, decision)
+    for one in dict.fromkeys(map(kind, numbers)):
+        rest = {name: number for name, number in numbers.items() if kind(name) != one}
         if works(rest):
-            widths = rest
-    return widths
+            numbers = rest
+    return numbers
 
 
 def _numbers_of(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import edit_of, left_by_group
-from narrowgate.flow.numbers import needed_numbers, own_numbers
+from narrowgate.flow.numbers import needed_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import swept
 from narrowgate.flow.scatter import gather_before_norms, narrow_to_own_channels
@@ -196,28 +197,37 @@ def plan_traced(
     pin_training_only(flow, plain, example_inputs, tracer, refuse=to_cut)
     while True:
         decision = decide(flow, round_to)
-        made = build(flow, decision, plain, layout)
+        counts = needed_numbers(flow, decision, partial(_works, flow, decision, plain, example_inputs))
+        made = build(flow, decision, plain, layout, counts)
         if layout == "scatter" and find_trouble(flow, decision, made, plain, example_inputs) is None:
-            break  # so the aligned layout, with the same streams, would be well too
-        aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned")
+            return made  # so the aligned layout, with the same streams, would be well too
+        aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned", counts)
         if pin_what_breaks(flow, decision, aligned, plain, example_inputs):
             continue
         if layout != "aligned" and pin_what_breaks(flow, decision, made, plain, example_inputs):
             continue
         if layout == "auto":
-            own = build(flow, decision, plain, layout, norms=False)  # each layer with its own gather, to be timed
+            own = build(flow, decision, plain, layout, counts, norms=False)  # each with its own gather, to be timed
             flow.whole |= faster_whole(flow, decision, aligned.cuts, own.cuts, own.edits)
-            made = build(flow, decision, plain, layout)
-        break
-
-    def works(widths: dict[str, int]) -> bool:
-        return find_trouble(flow, decision, replace(made, widths=widths), plain, example_inputs) is None
-
-    return replace(made, widths=needed_numbers(flow, decision, made.widths, works))
+            made = build(flow, decision, plain, layout, counts)
+        return made
 
 
-def build(flow: Flow, decision: Decision, model: nn.Module, layout: str, norms: bool = True) -> Plan:
-    """Write a decision down as a plan; ``norms`` says whether they may gather in place of the layers behind them."""
+def _works(
+    flow: Flow, decision: Decision, model: nn.Module, example_inputs: ExampleInputs, counts: dict[str, int]
+) -> bool:
+    """Whether the smaller model does what the large one does, with these numbers in its blocks."""
+    aligned = build(flow, decision, model, "aligned", counts)
+    return find_trouble(flow, decision, aligned, model, example_inputs) is None
+
+
+def build(
+    flow: Flow, decision: Decision, model: nn.Module, layout: str, counts: dict[str, int], norms: bool = True
+) -> Plan:
+    """Write a decision down as a plan, with new numbers for its blocks.
+
+    ``norms`` says whether they may gather in place of the layers behind them.
+    """
     cuts: dict[str, Cut] = {}
     for name, tensor in flow.tensors.items():
         keep = {}
@@ -243,7 +253,7 @@ def build(flow: Flow, decision: Decision, model: nn.Module, layout: str, norms: 
     after += sum(_outputs_after(cuts, flow, edit) for edit in edits.values() if edit.new_bias)
     rows = [_row(decision, mixer) for mixer in flow.mixers]
     widths = {f"{layer}.num_features": len(decision.positions(labels)) for layer, labels in flow.bare_norms.items()}
-    widths |= own_numbers(flow, decision)
+    widths |= counts
     walls = list(dict.fromkeys([*flow.walls, *_equal_parts(flow, decision)]))
     return Plan(layout, flow.constants, cuts, edits, rows, walls, widths, before, after)
 

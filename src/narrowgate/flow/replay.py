@@ -149,7 +149,7 @@ def _first_trouble(flow: Flow, decision: Decision, large: list[Event], small: li
 def _differs_beside_channels(large: Event, small: Event) -> bool:
     """Whether a view, split or slice counts on a number of channels that are not along its axis."""
     if large.taken is not None and small.taken is not None:
-        return large.taken[0] == small.taken[0] and large.taken[1] != small.taken[1]
+        return large.taken[0] == small.taken[0] and large.taken != small.taken
     if large.mixer is not None:
         return False
     return len([a for a, b in itertools.zip_longest(large.shape, small.shape) if a != b]) > 1

@@ -62,7 +62,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
 
 
 def _may_read_nested_tensors(flow: Flow, layer: str) -> bool:
-    """Whether an nn.TransformerEncoder around a layer makes nested tensors where there is a mask: they have no index."""
+    """Whether an nn.TransformerEncoder around a layer makes nested tensors where a mask is: they have no index."""
     parts = layer.split(".")
     around = [flow.modules[".".join(parts[:i])] for i in range(len(parts))]
     return any(isinstance(one, nn.TransformerEncoder) and getattr(one, "use_nested_tensor", False) for one in around)

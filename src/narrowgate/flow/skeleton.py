@@ -23,7 +23,7 @@ from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS, IndexedNorm
 from narrowgate.flow.multihead import Widen
-from narrowgate.flow.splits import kind_of_split, sliced
+from narrowgate.flow.splits import asked_for, kind_of_split, sliced
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
 from narrowgate.flow.unknown import has_numbers, named_tensors
 
@@ -53,13 +53,14 @@ class Event:
     """One operation with the numbers it was given, one layer's output, or how the run ended.
 
     ``shape`` is what a layer, view or split gave: of a split one for each part, of a slice with its first position.
-    ``taken`` is of a split or slice: how long the axis was, and what was taken of it.
+    ``taken`` is of a split or slice: how long the axis was, what was taken of it, and what was asked for, which may be
+    more than there is at this image size.
     """
 
     what: tuple[object, ...]
     mixer: Mixer | None = None
     shape: tuple[Any, ...] = ()
-    taken: tuple[int, object] | None = None
+    taken: tuple[int, object, object] | None = None
 
 
 def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
@@ -182,13 +183,16 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Data(TorchFunctionMode):
-    """Records what tensors are made of, as ``torch.tensor(x.shape[1])`` hands its number to no operation."""
+    """Records what is handed to no operation: what tensors are made of, as in ``torch.tensor(x.shape[1])``, and slices
+    of more than there is at this image size."""
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self.log = log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and not self.log.paused:
+            self.log.events += [Event(("slices",), None, (), asked) for asked in asked_for(*args)]
         whole = func is F.normalize  # it repeats lengths along the channels, as many as there are
         if self.log.paused or not (whole or func in _FROM_DATA):
             return func(*args, **(kwargs or {}))
@@ -229,7 +233,7 @@ def _shape_or_number(leaf: Any) -> object:
     return leaf if isinstance(leaf, (int, float, str)) else type(leaf)
 
 
-def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[int, object] | None]:
+def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[int, object, object] | None]:
     """What a view or split made of a tensor, and of which positions; nothing for other operations."""
     if name in RESHAPES:
         return tuple(result.shape), None
@@ -237,12 +241,12 @@ def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[in
     if kind == "split":
         dim = args[2] if len(args) > 2 else 0
         shapes = tuple(tuple(part.shape) for part in result)
-        return shapes, (args[0].shape[dim], tuple(shape[dim] for shape in shapes))
+        return shapes, (args[0].shape[dim], tuple(shape[dim] for shape in shapes), args[1])
     if kind == "slice":
         dim, start, end, step = (args[1:] + (0, None, None, 1)[len(args) - 1 :])[:4]
         size = args[0].shape[dim]
         which = range(*slice(start, end, step).indices(size))
-        return sliced(tuple(result.shape), which.start, size == len(which)), (size, which)
+        return sliced(tuple(result.shape), which.start, size == len(which)), (size, which, (start, end))
     return (), None
 
 

@@ -6,11 +6,12 @@ Equal parts may shrink as long as they stay equal: ``x.chunk(2, 1)`` cuts wherev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
@@ -29,6 +30,27 @@ def kind_of_split(name: str) -> str | None:
 def sliced(shape: tuple[int, ...], start: int, whole: bool) -> tuple[Any, ...]:
     """What a slice made of a tensor: its shape and its first position; nothing if it is all of it."""
     return () if whole else (*shape, f"from {start}")
+
+
+def asked_for(tensor: Tensor, index: Any) -> Iterator[tuple[int, object, object]]:
+    """The slices of an index: how long each axis is, and which numbers stand there, be they more than there is."""
+    items = index if isinstance(index, tuple) else (index,)
+    axis = 0
+    for i, item in enumerate(items):
+        if item is Ellipsis:
+            axis = tensor.dim() - sum(map(_axes_of, items[i + 1 :]))
+        elif isinstance(item, slice) and axis < tensor.dim():
+            numbers = (item.start, item.stop, item.step)
+            yield tensor.shape[axis], None, tuple(n if isinstance(n, int) else None for n in numbers)
+        if item is not Ellipsis:
+            axis += _axes_of(item)
+
+
+def _axes_of(item: Any) -> int:
+    """How many axes of a tensor an item of an index stands for."""
+    if isinstance(item, Tensor) and item.dtype == torch.bool:
+        return item.dim()
+    return 0 if item is None or isinstance(item, bool) else 1
 
 
 def turn(flow: Flow, node: Node) -> None:
