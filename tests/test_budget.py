@@ -196,6 +196,29 @@ def test_no_layer_loses_more_than_half_at_once():
     assert min(after / before for before, after in zip(opened, left_open, strict=True)) < 0.6  # the small ones go first
 
 
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+def test_gates_that_are_frozen_stay(kind):
+    model, gates = gated(Residual, kind)
+    first, *others = gates.modules()
+    first.g.requires_grad_(False)
+    with torch.no_grad():
+        first.g.fill_(0.01)
+        first.g[3] = 0.0
+        for gate in others:
+            gate.g.uniform_(0.5, 1.0)
+    before = first.g.clone()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1)
+    budget.step(0)
+    assert torch.equal(first.g, before) and budget.left <= 0.4
+    first.g.requires_grad_(True)  # a control: it has the smallest of all
+    Budget("params: 30%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1).step(0)
+    assert not torch.equal(first.g, before)
+    for gate in gates.modules():
+        gate.g.requires_grad_(False)
+    with pytest.raises(ValueError, match="out of reach"):
+        Budget("params: 10%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1)
+
+
 def test_with_a_relative_penalty_gates_are_compared_within_their_layer():
     """The same gates a tenth as large in one layer: each layer loses about the same share."""
     model, gates = gated(Residual)

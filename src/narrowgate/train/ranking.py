@@ -18,8 +18,8 @@ class Ranking:
     """The gates in the order in which they would close: closed ones first, by what they were an epoch ago.
 
     The largest gates of each layer come last of all and are never closed, unless they were closed an epoch ago already:
-    the largest one, or ``spared_share`` of those that are open. ``relative`` counts sizes as a relative penalty does,
-    over what is typical of the layer.
+    the largest one, or ``spared_share`` of those that are open. Neither are frozen ones. ``relative`` counts sizes as a
+    relative penalty does, over what is typical of the layer.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Ranking:
             self.open.append(torch.where(closed, past, now))
             sizes.append(size)
             keys.append(key)
-            spared.append(_largest(key, max(1, math.ceil(spared_share * int((size > 0).sum())))))
+            count = max(1, math.ceil(spared_share * int((size > 0).sum())))
+            spared.append(_largest(key, count) if gate.learns else ~closed)
             shut.append(closed)
         self.size = torch.cat(sizes)
         self.count = len(self.size)
