@@ -402,6 +402,20 @@ def test_it_is_not_exceeded_where_single_channels_are_worth_much(seed):
     assert 0.3 - 0.019 <= budget.left <= 0.3
 
 
+def test_a_group_that_is_worth_much_does_not_stand_in_the_way_of_small_ones():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10))
+    halves = {f"half {i}": range(15 * i, 15 * i + 15) for i in range(2)}  # each a third of the network
+    groups = {name: ("1", rows) for name, rows in halves.items()} | {f"row {i}": ("3", [i]) for i in range(60)}
+    listed = {name: [(f"{at}.weight", 0, rows), (f"{at}.bias", 0, rows)] for name, (at, rows) in groups.items()}
+    gates = ng.attach_gates_(model, groups=listed)
+    with torch.no_grad():
+        gates["groups"].g.copy_(torch.cat([torch.tensor([0.1, 0.2]), torch.linspace(0.3, 1, 60)]))
+    budget = Budget("params: 50%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1)
+    budget.step(0)
+    assert 0.49 < budget.left <= 0.5
+    assert (gates["groups"].value()[:2] == 0).tolist() == [True, False]
+
+
 def test_few_plans_are_made(monkeypatch):
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)

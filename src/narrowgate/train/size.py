@@ -87,17 +87,20 @@ class Size:
         return nearest(lambda closed: self.left(ranks, closed), target, known, ranks.most, tolerance)
 
     def come_nearer(self, ranks: Ranking, known: dict[int, float], closed: int) -> int:
-        """In a small network one gate may be worth several points: pass over those that lead past the target."""
-        best, order = closed, ranks.order
+        """One gate may be worth several points: pass over those that lead past the target, then take longer steps."""
+        best, order, step = closed, ranks.order, 1
         place = max((count for count, left in known.items() if left > self.target), default=ranks.most)
         for _ in range(_TRIES):
             if self._miss(known[best]) <= self.near or place >= ranks.most:
                 break
-            left = self.left(ranks, place + 1)
+            count = min(place + step, ranks.most)
+            left = self.left(ranks, count)
             if self._miss(left) < self._miss(known[best]):
-                best, order, known[place + 1] = place + 1, ranks.order, left
+                best, order, known[count] = count, ranks.order, left
             if left > self.target:
-                place += 1
+                place, step = count, 2 * step
+            elif count > place + 1:
+                step //= 2
             else:
                 ranks.postpone(place)
         ranks.order = order
