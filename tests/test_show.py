@@ -205,7 +205,8 @@ def test_the_summary(terminal):
 def test_the_summary_says_where_the_run_is_and_what_shows_it():
     screen = Screen(terminal=False)
     with Show(screen.console, 1) as show:
-        show.summary(result(), {}, Path("runs/my run"))
+        show.summary(result(max_error=0.0), {}, Path("runs/my run"))
+    assert "max difference 0 between" in screen.text
     assert screen.lines[-1] == "All of it     runs/my run; to look at it: narrowgate report 'runs/my run'"
 
 

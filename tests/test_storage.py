@@ -1,5 +1,6 @@
 """Saving and loading: the same bits come back, damage is named, and an interrupted save loses nothing."""
 
+import errno
 import hashlib
 import json
 import os
@@ -438,3 +439,13 @@ def test_a_file_is_not_written_over_a_folder(tmp_path):
         atomic.replace_file(tmp_path / "folder", b"")
     assert refused.value.filename == str(tmp_path / "folder")  # and not the new file's name
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as refused:
+        atomic.replace_file(tmp_path / "page.html", b"x")
+    assert refused.value.filename == str(tmp_path / "page.html") and not list(tmp_path.iterdir())

@@ -46,8 +46,10 @@ def replace_file(target: Path, content: bytes) -> None:
         write_new(new, content)
         os.replace(new, target)
         _sync_folder(target.parent)
-    except BaseException:
+    except BaseException as error:
         new.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # the system names the new file, and of a full disk none
+            error.filename = str(target)
         raise
 
 

@@ -187,9 +187,8 @@ def _remarks(result: Result) -> list[str]:
     if result.closed_by_threshold:
         lines[0] += f", and {result.closed_by_threshold:,} more at the end, by [finish]"
     if result.max_error is not None:
-        lines.append(
-            f"Exactness     max difference {result.max_error:.0e} between the outputs before and after removal"
-        )
+        error = f"{result.max_error:.0e}" if result.max_error else "0"
+        lines.append(f"Exactness     max difference {error} between the outputs before and after removal")
     if result.finetune_epochs:
         plural = "s" if result.finetune_epochs > 1 else ""
         lines.append(f"Fine-tuning   {result.finetune_epochs} epoch{plural} after the removal")
