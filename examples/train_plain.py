@@ -1,4 +1,4 @@
-"""Train LeNet-5 on MNIST, or on any .npz file with the same four arrays. train_gated.py is the same with gates."""
+"""Train LeNet-5 on MNIST, or any .npz file of the same four arrays: train_plain.py has no gates, train_gated.py has."""
 
 import argparse
 from pathlib import Path

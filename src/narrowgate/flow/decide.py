@@ -124,7 +124,7 @@ def _round_up(flow: Flow, classes: _Classes, round_to: int) -> None:
             if count < goal:
                 classes.keep(
                     labels[~have][: goal - count],
-                    "round the width up" if count else "stand for a layer that would be empty",
+                    "round the width up" if count else "in place of an empty layer",
                 )
                 changed = True
 
