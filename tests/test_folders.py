@@ -145,3 +145,6 @@ def test_a_damaged_image_is_named(root, workers):
     with pytest.raises(DataError, match=r"^\S*dog/1.png can't be read as an image \(.*replace or remove it$") as found:
         list(load(root, workers=workers).loader("test", 2))
     assert "\n" not in str(found.value)
+    path.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"1.png can't be read as an image \(it is of no known kind\); replace"):
+        list(load(root, workers=workers).loader("test", 2))

@@ -89,6 +89,14 @@ def test_a_line_has_everything_and_is_not_wrapped():
     assert len(screen.lines) == 2
 
 
+def test_a_notice_in_a_terminal_keeps_words_whole():
+    screen = Screen(terminal=True, width=33)
+    with Show(screen.console, 3) as show:
+        show.notice("gates of [a] layer " * 5)
+    told = [line.strip() for line in screen.lines if "gates" in line or "layer" in line]
+    assert len(told) > 2 and set(" ".join(told).split()) == {"gates", "of", "[a]", "layer"}
+
+
 def test_every_event_is_shown_and_a_notice_once():
     for terminal in (False, True):
         screen = Screen(terminal)

@@ -168,7 +168,8 @@ class _Images(Dataset[tuple[Tensor, int]]):
         try:
             image = pil_loader(path)
         except OSError as error:
-            raise DataError(f"{path} can't be read as an image ({error}); replace or remove it") from error
+            why = "it is of no known kind" if "cannot identify" in str(error) else error  # PIL names an object
+            raise DataError(f"{path} can't be read as an image ({why}); replace or remove it") from error
         # torchvision draws from the global generator: borrow it. torch.manual_seed would reset the GPU's as well.
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seeded("narrowgate crop", self._seed, self._epoch, index).initial_seed())

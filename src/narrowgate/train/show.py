@@ -135,7 +135,7 @@ class Show:
         return f"{duration(each * (self._epochs - self._done) - gone)} left"
 
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style), soft_wrap=True)
+        self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)  # a terminal cuts words
 
     def _stop(self) -> None:
         if self._live is not None:
