@@ -179,6 +179,12 @@ def test_a_long_name_does_not_widen_a_phone(open_page, run, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+def test_a_trials_name_is_on_one_line(open_page, run, tmp_path):
+    page = open_page(*(copy_run(run, tmp_path / f"strength=0.0{i}") for i in (1, 2)), width=1280)
+    height = page.evaluate("document.querySelector('td button').getBoundingClientRect().height")
+    assert text(page, "td button") == "1. strength=0.01" and 10 < height < 30
+
+
 def test_a_run_without_gates_is_not_told_to_close_some(open_page, run, tmp_path):
     folder = copy_run(run, tmp_path / "plain")
     recipe = ("model.name = 'resnet'", "data.source = 'npz'", "train.epochs = 5", "gates.kind = 'none'")
