@@ -274,6 +274,14 @@ def test_what_is_wrong_is_said(run, damage, message):
         read_run(run)
 
 
+def test_a_folder_of_runs_stands_for_them(run, tmp_path):
+    for name in ("sweep/strength=0.2", "sweep/strength=0.1", "alone"):
+        copy_run(run, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "sweep" / "other").mkdir()
+    found = read_runs([tmp_path / "runs" / "alone", tmp_path / "runs" / "sweep"])
+    assert [each.name for each in found] == ["alone", "strength=0.1", "strength=0.2"]
+
+
 def test_a_path_that_is_no_run(run, tmp_path):
     with pytest.raises(ReportError, match=r"there is no .*nowhere"):
         read_run(tmp_path / "nowhere")
@@ -341,6 +349,8 @@ def test_the_command(run, tmp_path):
     done = CliRunner().invoke(build_app(), ["report", str(run), "--out", str(tmp_path / "new/page.html")])
     assert done.exit_code == 0, done.output
     assert re.search(r"page\.html: \d+ kB", done.output) and (tmp_path / "new/page.html").is_file()
-    failed = CliRunner().invoke(build_app(), ["report", str(run), str(tmp_path), "--out", str(tmp_path / "b.html")])
+    failed = CliRunner().invoke(
+        build_app(), ["report", str(run), str(tmp_path / "new"), "--out", str(tmp_path / "b.html")]
+    )
     assert failed.exit_code == 1 and not (tmp_path / "b.html").exists()
     assert failed.stderr.startswith("narrowgate: ") and failed.stderr.count("\n") == 1

@@ -12,17 +12,26 @@ from narrowgate.report.data import COLUMNS, Layer, Numbers, ReportError, RunData
 from narrowgate.report.folder import read_folder
 from narrowgate.reproduce.record import WHAT
 from narrowgate.train.recipe.toml import write_value
+from narrowgate.train.run_folder import RECIPE
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunData]:
-    """The runs at these paths, in their order; those of one name get their folders' names in front."""
-    paths = list(paths)
+    """The runs at these paths, in their order, and those in a folder of runs, such as a sweep's.
+
+    Runs of one name get their folders' names in front.
+    """
+    paths = [run for path in paths for run in _runs_in(path) or [path]]
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
     return [
         replace(run, name=f"{path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
         for run, path in zip(runs, paths, strict=True)
     ]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs right below a folder that is none itself."""
+    return [] if (folder / RECIPE).exists() else sorted(found.parent for found in folder.glob(f"*/{RECIPE}"))
 
 
 def read_run(path: Path) -> RunData:
