@@ -178,7 +178,9 @@ def build_app() -> "typer.Typer":
     def report(
         runs: Annotated[
             list[Path],
-            typer.Argument(metavar="RUN", help="Runs, finished or not: their folders, a folder of them, or files of record."),
+            typer.Argument(
+                metavar="RUN", help="Folders of runs, finished or not, a folder of such folders, or records."
+            ),
         ],
         out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
     ) -> None:
