@@ -5,12 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 from engine_helpers import LENET, train, write_images
 
-from narrowgate import cli, models
+from narrowgate import cli, models, trouble
 from narrowgate.commands import NAMES
+from narrowgate.train import checkpoint
 from narrowgate.train.checkpoint import _Damaged
 from narrowgate.trouble import message_of, told_in_one_line
 from narrowgate.weights import StorageError
@@ -190,3 +192,12 @@ def test_completion_installs_itself(tmp_path):
     asked = ["bash", "-c", "source ~/.bashrc; complete -p narrowgate"]
     shown = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout
     assert "narrowgate_completion narrowgate" in shown and "-o default" in shown  # files where no name fits
+
+
+def test_warnings_of_the_package_are_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    trouble.tell_own_warnings_in_one_line()
+    line = warnings.formatwarning(UserWarning("damaged: a"), UserWarning, checkpoint.__file__, 3, "code()")
+    assert line == "narrowgate: damaged: a\n"
+    other = warnings.formatwarning(UserWarning("old"), UserWarning, "/other/file.py", 3, "code()")
+    assert other == "/other/file.py:3: UserWarning: old\n  code()\n"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from narrowgate.trouble import told_in_one_line
+from narrowgate.trouble import tell_own_warnings_in_one_line, told_in_one_line
 
 if TYPE_CHECKING:
     import typer
@@ -24,6 +24,7 @@ def main() -> None:
     """Run the command line: status 0, 2 for what was typed wrong, 1 for what failed, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # letters that an old locale lacks become question marks
         sys.stdout.reconfigure(errors="replace")
+    tell_own_warnings_in_one_line()
     with told_in_one_line():
         build_app()(prog_name="narrowgate")
 

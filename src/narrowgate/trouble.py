@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 _INSTALL = {
     "typer": '".[cli]"',
@@ -40,6 +42,17 @@ def told_in_one_line(stopped: Callable[[], str] = lambda: "stopped") -> Iterator
         if message is None:
             raise
         _end(message, 1)
+
+
+def tell_own_warnings_in_one_line() -> None:
+    """Show what the package warns of without the place in its code; other packages' warnings stay as they are."""
+    usual, package = warnings.formatwarning, str(Path(__file__).parent)
+
+    def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any, **more: Any) -> str:
+        ours = filename.startswith(package)
+        return f"narrowgate: {message}\n" if ours else usual(message, category, filename, *place, **more)
+
+    warnings.formatwarning = formatted
 
 
 def message_of(error: Exception) -> str | None:
