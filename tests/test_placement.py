@@ -82,10 +82,33 @@ class TestBlocks:
         with pytest.raises(ValueError, match=r"block '0\.1' is used in several places"):
             ng.attach_gates_(model, blocks=named("0"))
 
+    def test_a_norm_is_left_out_by_the_layer_in_front_of_it(self):
+        def attach(leaving="", **options):
+            model = nn.Sequential(
+                nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm(4)),
+                nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)),
+                nn.Conv2d(4, 2, 1),
+            )
+            return ng.attach_gates_(model, placement="after-norm", where=lambda n, m: n != leaving, **options)
+
+        with pytest.raises(ValueError, match=r"'1\.1' was chosen for two gates; leave '1\.0', in front of it, out"):
+            attach(blocks=named("1"))
+        assert attach("1.0", blocks=named("1")).names == ["0.1", "1.1"]
+        with pytest.raises(ValueError, match=r"keep_function can't serve it; leave '0\.0', in front of it, out with"):
+            attach(keep_function=True)
+        assert attach("0.0", keep_function=True).names == ["1.1"]
+        with pytest.raises(ValueError, match=r"keep_function can't serve it; leave it out with blocks="):
+            attach("0.0", keep_function=True, blocks=named("0.1"))
+
     def test_a_block_without_parameters_has_a_gate_of_the_models_dtype(self):
         model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)).double()
         gates = ng.attach_gates_(model, where=lambda n, m: False, blocks=named("1"))
         assert gates["1"].g.dtype == torch.float64
+
+
+class OwnNorm(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
 
 
 class TestAfterNorm:

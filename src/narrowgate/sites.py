@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from narrowgate.gates import GroupGate
 from narrowgate.groups import Family, blocks_of, branch_ends_of, heads_of, last_of, neurons_of
 from narrowgate.swap import (
+    LEAVE_OUT,
     check_gate_fits,
     full_name,
     has_gated_class,
@@ -43,6 +44,8 @@ class Site:
     layer: nn.Module
     key: Literal["gate", "gate_in"]
     size: int
+    remedy: str = LEAVE_OUT
+    """How to go without this gate."""
 
     @property
     def label(self) -> str:
@@ -87,7 +90,8 @@ def find_sites(
             sites.append(Site(name, layer, "gate_in", in_channels(layer)))
         if wants_outputs:
             place, module = followers.get(name, (name, layer))
-            sites.append(Site(place, module, "gate", out_channels(layer)))
+            remedy = LEAVE_OUT if module is layer else f"leave {name!r}, in front of it, out with where="
+            sites.append(Site(place, module, "gate", out_channels(layer), remedy))
     if blocks is not None:
         sites += _block_sites(model, blocks, refused)
     return sites, skipped
@@ -174,9 +178,10 @@ def check_sites(sites: list[Site], keep_function: bool) -> None:
     seen: set[tuple[nn.Module, str]] = set()
     for site in sites:
         if (site.layer, site.key) in seen:
-            raise ValueError(f"layer {site.name!r} was chosen for two gates; leave it out with where=")
+            remedy = next(other.remedy for other in sites if (other.layer, other.key) == (site.layer, site.key))
+            raise ValueError(f"layer {site.name!r} was chosen for two gates; {remedy}")
         seen.add((site.layer, site.key))
-        check_gate_fits(site.name, site.layer, site.key, keep_function)
+        check_gate_fits(site.name, site.layer, site.key, keep_function, site.remedy)
 
 
 def _refusals(model: nn.Module) -> dict[str, str]:
@@ -243,7 +248,7 @@ def _block_sites(model: nn.Module, blocks: Where, refused: dict[str, str]) -> li
             raise ValueError(f"block {name!r} is used in several places, and a gate would act on all of them")
         if name in refused:
             raise ValueError(f"block {name!r} can't have a gate: {refused[name]}")
-        sites.append(Site(name, module, "gate", 1))
+        sites.append(Site(name, module, "gate", 1, "leave it out with blocks="))
     if not sites:
         raise ValueError("blocks= chose no module; it is called with each module's name and the module")
     return sites

@@ -41,10 +41,15 @@ _SWAPS: dict[type[nn.Module], type[GatedLayer]] = {
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
-def check_gate_fits(name: str, layer: nn.Module, key: str, keep_function: bool = False) -> None:
+LEAVE_OUT = "leave it out with where="
+
+
+def check_gate_fits(
+    name: str, layer: nn.Module, key: str, keep_function: bool = False, remedy: str = LEAVE_OUT
+) -> None:
     """Raise unless ``gate_layer_`` can put a gate on this layer; ``key`` is "gate" or "gate_in"."""
     if getattr(layer, key, None) is not None:
-        raise ValueError(f"layer {name!r} already has a gate (or an attribute {key!r}); leave it out with where=")
+        raise ValueError(f"layer {name!r} already has a gate (or an attribute {key!r}); {remedy}")
     if has_lazy_weights(layer):
         raise ValueError(f"layer {name!r} has no weights yet; run the model once on an example before gating it")
     if any(is_sharded(parameter) for parameter in layer.parameters(recurse=False)):
@@ -52,7 +57,7 @@ def check_gate_fits(name: str, layer: nn.Module, key: str, keep_function: bool =
     swapped = _gated_class(layer)
     if swapped is None and keep_function:
         raise ValueError(
-            f"layer {name!r} is a {type(layer).__name__}, gated at its output: keep_function can't serve it"
+            f"layer {name!r} is a {type(layer).__name__}, gated at its output: keep_function can't serve it; {remedy}"
         )
     if key == "gate_in":
         if swapped is None or isinstance(layer, (_BatchNorm, nn.LayerNorm)):
