@@ -33,7 +33,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def row_of(run: Run) -> LeNetRow | None:
-    """The row of Table 1 a run belongs to: of its regulariser, not longer, of the nearest strength; None without one."""
+    """The row of Table 1 that a run belongs to, of the nearest strength; None for other kinds and for shorter runs."""
     kinds = [row for row in TABLE_1 if row.regulariser == run.kind.regulariser and row.recipe]
     rows = [row for row in kinds if run.epochs >= row.epochs]
     if not rows or run.strength is None or run.our_own or run.kind.scheduled or run.kind.gate != "exp":
