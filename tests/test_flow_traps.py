@@ -624,3 +624,39 @@ def test_a_number_of_something_else_is_that_of_the_channels():
     inputs, more = (torch.randn(4, tokens, 16, dtype=torch.float64) for tokens in (10, 20))
     plan, _ = shrink_all(model, inputs, also=[more])
     assert plan.widths == {"num_heads": 3, "dim": 12}
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_a_weight_that_is_read_as_well_keeps_its_kernel(dims):
+    """Its first places are zero, and a sum over them is the same without; at this size, so is the result's shape."""
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    parts = {"first": layer(3, 8, 1), "conv": layer(8, 8, 3, stride=2, padding=1), "last": layer(8, 3, 1)}
+    model = Net(lambda net, x: net.last(net.conv(net.first(x))) * net.conv.weight.sum(), **parts).double().eval()
+    close_(model.last, [0])
+    with torch.no_grad():
+        model.conv.weight[..., 0] = 0
+        model.last.weight[:, 3] = 0
+    shrink_all(model, torch.randn(4, 3, *[7] * dims, dtype=torch.float64), removes=None)
+
+
+GROUPS = {
+    "none": lambda net, x: F.conv2d(net.narrow(x), net.conv.weight),
+    "four": lambda net, x: F.conv2d(torch.cat([x, x], 1), net.conv.weight, groups=4),
+    "read": lambda net, x: net.conv(x) * net.conv.weight.sum((1, 2, 3))[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_grouped_weight_is_used_with_other_groups(name):
+    def body(net, x):
+        x = F.relu(net.first(x))
+        return net.last(net.conv(x)), GROUPS[name](net, x)
+
+    parts = {"first": nn.Conv2d(3, 8, 1), "conv": nn.Conv2d(8, 8, 1, groups=2), "narrow": nn.Conv2d(8, 4, 1)}
+    model = Net(body, **parts, last=nn.Conv2d(8, 3, 1)).double().eval()
+    close_(model.first, [1, 5, 6])
+    close_(model.narrow, [2])
+    if name == "read":
+        with torch.no_grad():
+            model.conv.weight[:, 3] = 0
+    shrink_all(model, image(), removes=None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from narrowgate.flow.state import Labels
+from narrowgate.flow.state import PINNED, Labels
 
 GROUPED = -1
 """In place of the second axis of a grouped convolution: the inputs of all groups, one after the other; of a transposed
 one, the outputs."""
+_OTHERWISE = "for another use of the same weight"
 
 
 class Couplings:
@@ -32,13 +33,20 @@ class Couplings:
 
     def grouped_labels_of(self, weight: str, size: int) -> Labels:
         """Labels for what the second axis of a grouped convolution's weight has for one group only."""
-        return self._labels(weight, GROUPED, size)
+        labels = self._labels(weight, GROUPED, size)
+        if len(labels) == size:
+            return labels
+        self.pin(labels, _OTHERWISE)
+        return np.full(size, PINNED)
 
     def _labels(self, name: str, axis: int, size: int) -> Labels:
         key = (name, axis)
         if key not in self.axis_labels:
             self.axis_labels[key] = np.arange(self.label_count, self.label_count + size)
             self.label_count += size
+            if axis in (1, GROUPED) and {(name, 1), (name, GROUPED)} <= self.axis_labels.keys():
+                for one in (1, GROUPED):  # the same numbers: what is cut for one use is missing in the other
+                    self.pin(self.axis_labels[name, one], _OTHERWISE)
         return self.axis_labels[key]
 
     def tie(self, first: Labels, second: Labels) -> None:

@@ -99,6 +99,9 @@ def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
             return None
         names.append(name)
     assert names[0] is not None
+    if flow.uses[names[0]] > 1:  # what else reads it may find a zero in all of a kernel's places
+        for axis in range(2, flow.tensors[names[0]].dim()):
+            flow.pin(flow.labels_of(names[0], axis), f"for the kernel of {layer_of(node)}")
     return names[0], names[1]
 
 
