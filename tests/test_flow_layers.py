@@ -423,3 +423,14 @@ def test_max_pool_with_indices():
         return F.max_unpool2d(values, where, 2) + x
 
     shrink_all(between(middle), image(), removes=None)
+
+
+def test_a_linear_function_with_a_vector():
+    """F.linear takes one weight a channel, and gives a result without that axis."""
+    vector = nn.Parameter(torch.randn(8, dtype=torch.float64))
+    model = Net(lambda net, x: F.linear(F.relu(net.second(F.relu(net.first(x)))), net.vector), vector=vector)
+    model.first, model.second = nn.Linear(4, 6).double(), nn.Linear(6, 8).double()
+    close_(model.first, [1, 2])
+    close_(model.second, [3])
+    plan, _ = shrink_all(model.eval(), torch.randn(5, 4, dtype=torch.float64))
+    assert [(wall.op, wall.why) for wall in plan.walls] == [("linear", "its weight is a vector")]

@@ -77,7 +77,14 @@ def embedding(flow: Flow, node: Node) -> None:
 
 
 def why_not(node: Node) -> str:
+    if _is_vector(node):
+        return "its weight is a vector"
     return "its numbers are complex" if _is_complex(node) else "its weight is computed, not a parameter"
+
+
+def _is_vector(node: Node) -> bool:
+    """Whether it is F.linear with one weight for each input channel, which leaves no axis for its result."""
+    return bool(arg(node, 1, "weight").meta["val"].dim() < 2)
 
 
 def _is_complex(node: Node) -> bool:
@@ -85,8 +92,8 @@ def _is_complex(node: Node) -> bool:
 
 
 def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
-    """The names of weight and bias, or None where one is not a parameter of the model itself or has no real numbers."""
-    if _is_complex(node):
+    """The names of weight and bias, or None where one is not a parameter of the model itself, or is of an odd kind."""
+    if _is_complex(node) or _is_vector(node):
         return None
     weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
     names: list[str | None] = []
