@@ -434,3 +434,12 @@ def test_a_linear_function_with_a_vector():
     close_(model.second, [3])
     plan, _ = shrink_all(model.eval(), torch.randn(5, 4, dtype=torch.float64))
     assert [(wall.op, wall.why) for wall in plan.walls] == [("linear", "its weight is a vector")]
+
+
+def test_prelu_with_one_number():
+    slope = nn.Parameter(torch.tensor(-0.25, dtype=torch.float64))
+    model = Net(lambda net, x: net.last(F.prelu(net.first(F.prelu(x, net.slope)), net.slope)), slope=slope)
+    model.first, model.last = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+    close_(model.first, [1, 2])
+    close_(model.first, [3], -0.5)
+    shrink_all(model.eval(), torch.randn(5, 4, dtype=torch.float64))

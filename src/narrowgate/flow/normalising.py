@@ -142,9 +142,10 @@ def prelu(flow: Flow, node: Node) -> None:
     if name is None or (state.axis is not None and state.axis != 1):
         wall_rule(flow, node)
         return
-    slopes = flow.tensors[name].detach().double().cpu().numpy()
+    slopes = flow.tensors[name].detach().double().cpu().numpy().reshape(-1)  # F.prelu takes a bare number, too
     if state.axis is None:
-        flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
+        if len(slopes) > 1:
+            flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")
         put_per_channel(flow, node, read, unlabelled(shape_of(node)))
         return
     if len(slopes) > 1:
