@@ -84,14 +84,16 @@ def add_reproduction(app: "typer.Typer") -> None:
         if out is not None and what not in ("figures", "all"):
             raise typer.BadParameter(f"the figures are drawn by figures or all, not {what}", param_hint="--out")
         failed = []
-        given = data or None, recipes, runs, seeds, only or (), settings or (), curve, download, accelerator
         if train:
             if what not in _TRAINED:
                 raise typer.BadParameter(f"say which rows: {', '.join(_TRAINED)}, not {what}", param_hint="--train")
             from narrowgate.console import table_console
             from narrowgate.reproduce.training import Options, train_missing
 
-            failed = train_missing(what, results, Options(*given), table_console())
+            options = Options(
+                data or None, recipes, runs, seeds, only or (), settings or (), curve, download, accelerator
+            )
+            failed = train_missing(what, results, options, table_console())
         elif only or seeds > 1 or data or download or settings or curve:
             raise typer.BadParameter("nothing is trained without it", param_hint="--train")
         from narrowgate.reproduce import command
