@@ -377,6 +377,33 @@ def test_tied_weights_are_found_under_either_name(tmp_path):
     assert small.head.weight is small.embed.weight and torch.equal(small(x), ng.compact(model, plan)(x))
 
 
+@pytest.mark.parametrize("left_out", [None, "a.bias", "b.bias"])
+def test_tied_vectors_stay_one(left_out, tmp_path):
+    """Half of what ``a`` computes is zero, but its bias is also that of ``b``, which needs all of it."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(8, 2)
+            self.e = nn.Linear(6, 2)
+            self.b.bias = self.a.bias
+
+        def forward(self, x):
+            return self.e(torch.relu(self.c(torch.relu(self.a(x))))) + self.d(torch.relu(self.b(x)))
+
+    torch.manual_seed(0)
+    model, x = Tied().double().eval(), torch.randn(3, 4, dtype=torch.double)
+    for parameter in (model.a.weight, model.a.bias, model.c.weight, model.c.bias):
+        parameter.data[:4] = 0
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != left_out}
+    shapes = shapes_only(model)
+    plan = ng.plan(shapes, x, weights=weights)
+    assert plan == ng.plan(model, x) and plan.cuts and "a.bias" not in plan.cuts
+    compact_to(tmp_path / "small", shapes, plan, weights)
+    small = load(tmp_path / "small", Tied)
+    assert small.a.bias is small.b.bias and torch.allclose(small(x), model(x), rtol=0, atol=1e-14)
+
+
 def test_single_zeros_in_weights_count():
     """Output 0 of the second layer reads one input only, and that one is closed."""
     torch.manual_seed(0)
@@ -414,6 +441,13 @@ def test_gates_without_numbers_are_an_error_that_says_what_to_do():
     shapes = on_meta(model)
     shapes.load_state_dict({n: t for n, t in model.state_dict().items() if "gate" in n}, strict=False, assign=True)
     assert ng.plan(shapes, x) == ng.plan(model, x)
+
+
+def test_an_index_is_utf_8_whatever_the_system_uses(tmp_path):
+    (tmp_path / "größe.safetensors").write_bytes(serialise({"a": torch.ones(2)}))
+    text = json.dumps({"weight_map": {"a": "größe.safetensors"}}, ensure_ascii=False)
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("utf-8-sig"))  # as some editors write it
+    assert torch.equal(Checkpoint(tmp_path)["a"], torch.ones(2))
 
 
 def test_other_mistakes_are_named(tmp_path):
@@ -460,6 +494,9 @@ def test_a_buffer_that_is_in_no_file_can_not_be_made_up(tmp_path):
     with pytest.raises(StorageError, match="'shift' is in no file"), torch.device("meta"):
         load(tmp_path / "small", Shifted)
     assert torch.equal(load(tmp_path / "small", Shifted)(x), ng.compact(model, plan)(x))
+    ng.save(ng.compact(model, plan).double(), plan, tmp_path / "double")
+    assert load(tmp_path / "double", Shifted).shift.dtype == ng.load(tmp_path / "double", Shifted).shift.dtype
+    assert load(tmp_path / "double", Shifted).shift.dtype == torch.double
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

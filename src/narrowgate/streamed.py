@@ -28,7 +28,7 @@ from narrowgate.flow.surgery import check_fits, compact, cut, edited_tensors
 from narrowgate.flow.ungated import ungated
 from narrowgate.flow.unknown import Numbers, Weights, has_numbers, named_tensors
 from narrowgate.flow.unproven import known_numbers
-from narrowgate.weights import StorageError, fill_, tensors_of, ties_of, unpack
+from narrowgate.weights import StorageError, convert_, fill_, tensors_of, ties_of, unpack
 
 __all__ = ["Checkpoint", "compact_to", "load"]
 
@@ -108,6 +108,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
             f"{lost[0]!r} is in no file (a buffer that is not persistent) and builder() made it on the meta device; "
             "make it on a real device, or use ng.load"
         )
+    convert_(model, meta["dtypes"])
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     trains |= {f"{edit.layer}.bias": trains.get(edit.weight, True) for edit in plan.edits.values() if edit.new_bias}
     kept = {name: tensor for name, tensor in named_tensors(model) if name not in saved}
@@ -225,7 +226,7 @@ def _files_by_name(path: Path) -> dict[str, Path]:
     index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None) if path.is_dir() else None
     if index is not None:
         try:
-            found = {str(name): path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            found = {str(name): path / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(f"{index} can't be read: {type(error).__name__}: {error}") from error
         missing = sorted({file.name for file in found.values() if not file.is_file()})

@@ -99,14 +99,15 @@ def ungated(model: nn.Module) -> nn.Module:
 def with_vectors(model: nn.Module, weights: Weights) -> nn.Module:
     """A copy whose vectors, gates among them, have numbers if the weights have them; everything else is shared."""
     copied = share_copy(model)
-    vectors = {
-        name: tensor
-        for name, tensor in named_tensors(copied)
-        if tensor.dim() < 2 and name in weights and not has_numbers(tensor)
-    }
-    for name, tensor in vectors.items():
-        number = raw(weights, name, tensor)
-        put_tensor(copied, name, nn.Parameter(number) if isinstance(tensor, nn.Parameter) else number)
+    vectors = [(name, each) for name, each in named_tensors(copied) if each.dim() < 2 and not has_numbers(each)]
+    made: dict[int, Tensor] = {}  # tied ones stay one tensor, and may be among the weights under one of their names
+    for name, tensor in vectors:
+        if name in weights and id(tensor) not in made:
+            number = raw(weights, name, tensor)
+            made[id(tensor)] = nn.Parameter(number) if isinstance(tensor, nn.Parameter) else number
+    for name, tensor in vectors:
+        if id(tensor) in made:
+            put_tensor(copied, name, made[id(tensor)])
     _check_gates(copied)
     return copied
 
