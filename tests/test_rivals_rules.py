@@ -289,6 +289,26 @@ def test_rescaling_leaves_alone_what_a_factor_does_not_pass():
         rescale_(model, x, 0.0)
 
 
+@pytest.mark.parametrize("read", ["bn.weight", "bn.bias", "fc.weight"])
+def test_rescaling_leaves_alone_what_is_read_by_itself(read):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            found = self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+            return found if read is None else found + self.get_parameter(read).sum()
+
+    model, x = Reads().double().eval(), torch.randn(2, 1, 6, 6, dtype=torch.float64)
+    nn.init.normal_(model.bn.bias)
+    before = model(x)
+    assert rescale_(model, x, 0.1) == []
+    assert_same(model(x), before, rtol=0, atol=0)
+    read = None
+    assert rescale_(model, x, 0.1) == ["bn"]
+
+
 @pytest.mark.parametrize("proximal", [False, True])
 def test_group_lasso_moves_filters_by_their_norm(proximal):
     ours, theirs = Small(), Small()

@@ -41,7 +41,10 @@ def wires_of(model: nn.Module, example: Tensor) -> dict[str, Wire]:
     plain = ungated(model)
     graph = trace(plain, example)
     found: dict[str, Wire] = {}
-    uses = Counter(_weight_of(node, graph) for node in graph.nodes if _is(node, _LAYERS))
+    uses: Counter[str] = Counter()
+    for node, tensor in graph.tensors.items():
+        uses[tensor] += len(node.users)
+    norms = Counter(_weight_of(node, graph) for node in graph.nodes if _is(node, _NORMS))
     for node in graph.nodes:
         if not _is(node, _NORMS) or _weight_of(node, graph) is None:
             continue
@@ -49,9 +52,10 @@ def wires_of(model: nn.Module, example: Tensor) -> dict[str, Wire]:
         assert isinstance(source, Node)
         behind, passes = _follow(node, graph)
         before = _weight_of(source, graph) if _is(source, _LAYERS) else None
-        once = all(uses[layer] == 1 for layer in behind)
         name = str(_weight_of(node, graph))
-        wire = Wire(before, tuple(behind), passes and bool(behind) and once, source.meta["val"][0, 0].numel())
+        own = [graph.tensors[each] for each in node.args[1:3] if isinstance(each, Node) and each in graph.tensors]
+        alone = all(uses[each] == norms[name] for each in own) and all(uses[f"{layer}.weight"] == 1 for layer in behind)
+        wire = Wire(before, tuple(behind), passes and bool(behind) and alone, source.meta["val"][0, 0].numel())
         found[name] = _both(found[name], wire) if name in found else wire
     return found
 
@@ -80,7 +84,7 @@ def rescale_(model: nn.Module, example: Tensor, factor: float) -> list[str]:
     """Multiply scale and shift of BatchNorms by a factor and divide the weights behind them by it; which were.
 
     The network computes what it did. A BatchNorm is left alone where the factor would not arrive: behind it is a sum,
-    an activation such as ReLU6, or a layer that is used elsewhere too.
+    an activation such as ReLU6, or a layer that is used elsewhere too; or scale, shift or weight are read by themselves.
     """
     if not factor > 0:
         raise ValueError(f"scales can be multiplied by a number above 0, got {factor!r}")
