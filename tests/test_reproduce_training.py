@@ -116,7 +116,8 @@ def test_a_run_that_fails_does_not_stop_the_rest(reproduce, tmp_path, monkeypatc
         return run(recipe, folder, **options)
 
     monkeypatch.setattr(training, "run", collapsing)
-    done = reproduce("--only", "bounded-l1-exp-3e-3", "--only", "l1-exp-1e-3")
+    done = reproduce("--only", "bounded-l1-exp-3e-3", "--only", "l1-exp-1e-3", "--runs", str(tmp_path / "[mine]"))
+    assert "[mine]/mnist/bounded" in done.output.replace("\n", "")  # not taken for a colour
     assert done.exit_code == 1 and "bounded-l1-exp-3e-3-seed0 failed: the loss is nan" in done.output
     assert done.stderr == "failed: bounded-l1-exp-3e-3-seed0\n"
     assert [path.name for path in (tmp_path / "results" / "mnist").iterdir()] == ["l1-exp-1e-3-seed0.json"]

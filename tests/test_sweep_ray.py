@@ -153,15 +153,15 @@ def test_a_cluster_at_an_address_is_left_running(story):
 @pytest.mark.slow
 def test_a_finished_sweep_needs_no_ray(story, tmp_path, monkeypatch):
     recipe, settings, options = story.home / "lenet.toml", [f"train.epochs={EPOCHS}"], command.Options(resume=True)
-    base = Recipe.load(recipe, settings)
-    begin(tmp_path, Swept(base.to_toml(), ("seed=0,1",), 0, make_trials([read_axis("seed=0,1")], 0, None)), False)
+    base, folder = Recipe.load(recipe, settings), tmp_path / "[mine]"
+    begin(folder, Swept(base.to_toml(), ("seed=0,1",), 0, make_trials([read_axis("seed=0,1")], 0, None)), False)
     for seed in (0, 1):
-        shutil.copytree(story.folder / GOOD[seed], tmp_path / f"seed={seed}")
+        shutil.copytree(story.folder / GOOD[seed], folder / f"seed={seed}")
     monkeypatch.setattr("narrowgate.sweep.tuning.ray_running", lambda address: pytest.fail("Ray was started"))
     console = Console(file=io.StringIO(), width=200)
-    found = command.sweep(recipe, ["seed=0,1"], tmp_path, settings=settings, options=options, console=console)
+    found = command.sweep(recipe, ["seed=0,1"], folder, settings=settings, options=options, console=console)
     assert [(outcome.trial.name, outcome.state) for outcome in found] == [("seed=0", "done"), ("seed=1", "done")]
-    assert "2 trials, 2 of them done before" in console.file.getvalue()
+    assert "[mine]: 2 trials, 2 of them done before" in console.file.getvalue()
 
 
 @pytest.mark.slow

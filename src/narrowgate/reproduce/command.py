@@ -37,6 +37,7 @@ def reproduce(what: str, results: Path, out: Path | None, page: Path | None) -> 
         from narrowgate.reproduce.figures import draw_all
 
         for path in draw_all(load_runs(results), out):
-            console.print(f"drawn: {path}")
+            console.print(f"drawn: {path}", markup=False)
     if page is not None:
-        console.print(f"{page}: {'brought up to date' if write_page(page, results) else 'is up to date'}")
+        state = "brought up to date" if write_page(page, results) else "is up to date"
+        console.print(f"{page}: {state}", markup=False)

@@ -81,7 +81,8 @@ def train_missing(what: str, results: Path, options: Options, console: Console) 
     device = "cuda" if options.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     console.print(f"{len(jobs)} runs to make for {what}" if jobs else f"no run of {what} is missing")
     for place, job in enumerate(jobs, 1):
-        console.print(f"\n{place} of {len(jobs)}: {job.base.stem}, seed {job.recipe.train.seed}, in {job.folder}")
+        where = f"{job.base.stem}, seed {job.recipe.train.seed}, in {job.folder}"
+        console.print(f"\n{place} of {len(jobs)}: {where}", markup=False)
         try:
             run(
                 job.recipe,

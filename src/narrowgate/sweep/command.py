@@ -61,7 +61,8 @@ def sweep(
         if swept.trials != trials:  # another release of Ray draws other points: those of the beginning count
             recipes = _recipes(recipe, settings, swept.trials)
         left = [outcome.trial.name for outcome in outcomes(folder, swept.trials) if outcome.result is None]
-        console.print(f"{folder}: {len(swept.trials)} trials, {len(swept.trials) - len(left)} of them done before")
+        counts = f"{len(swept.trials)} trials, {len(swept.trials) - len(left)} of them done before"
+        console.print(f"{folder}: {counts}", markup=False)
         if left:
             if options.download:
                 _fetch(recipes.values(), options.data)
