@@ -84,7 +84,7 @@ def rescale_(model: nn.Module, example: Tensor, factor: float) -> list[str]:
     """Multiply scale and shift of BatchNorms by a factor and divide the weights behind them by it; which were.
 
     The network computes what it did. A BatchNorm is left alone where the factor would not arrive: behind it is a sum,
-    an activation such as ReLU6, or a layer that is used elsewhere too; or scale, shift or weight are read by themselves.
+    an activation such as ReLU6, or a layer that is used elsewhere too; or scale, shift or weight are read otherwise.
     """
     if not factor > 0:
         raise ValueError(f"scales can be multiplied by a number above 0, got {factor!r}")
