@@ -418,6 +418,30 @@ def test_single_zeros_in_weights_count():
     assert plan == ng.plan(model, x) and plan.cuts["4.weight"].keep == {1: [1, 2, 3, 4, 5]}
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.bool],
+)
+def test_all_types_that_a_file_can_hold(dtype, tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+            self.register_buffer("scales", torch.arange(3.0).to(dtype))
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)))
+
+    model, x = Scaled().eval(), torch.randn(2, 4)
+    ng.attach_gates_(model)["a"].g.data[:3] = 0
+    shapes = on_meta(model)
+    plan = ng.plan(shapes, x, weights=model.state_dict())
+    compact_to(tmp_path / "small", shapes, plan, model.state_dict())
+    small = load(tmp_path / "small", Scaled)
+    assert small.scales.dtype == dtype and small.a.out_features == 5
+    assert torch.equal(small.scales.to(torch.complex128), model.scales.to(torch.complex128))
+
+
 def test_a_failure_leaves_what_was_there(tmp_path):
     model, x = gated("lenet5")
     weights, shapes = dict(model.state_dict()), on_meta(model)
