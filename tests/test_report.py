@@ -228,6 +228,15 @@ def test_a_record_knows_the_accuracy_on_validation_images(run, tmp_path):
     assert read_run(tmp_path / "kept.json").facts["Accuracy on validation images"] == "50.00%"
 
 
+@pytest.mark.parametrize("changes", [{"architecture": {"conv": [1]}}, {"events": {"x": "cut"}}, {"course": None}])
+def test_a_damaged_record_is_named(run, tmp_path, changes):
+    path = tmp_path / "r.json"
+    write_record(path, collect(run))
+    change_json(path, **changes)
+    with pytest.raises(ReportError, match=r"r\.json can't be read as a record"):
+        read_run(path)
+
+
 def test_records_of_array_files_are_of_different_data(trained, tmp_path):
     for name in ("mnist", "cifar100"):
         write_record(tmp_path / f"{name}.json", collect(trained, dataset=name))

@@ -52,7 +52,7 @@ def _of_record(path: Path) -> RunData:
         raise ReportError(f"{path} is neither a run's folder nor a file that narrowgate record wrote")
     try:
         return _from_record(path.stem, record)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(f"{path} can't be read as a record ({type(error).__name__}: {error})") from error
 
 
