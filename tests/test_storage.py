@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -449,3 +450,18 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as refused:
         atomic.replace_file(tmp_path / "page.html", b"x")
     assert refused.value.filename == str(tmp_path / "page.html") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there folders are not synced")
+def test_file_systems_that_sync_files_only(tmp_path, monkeypatch):
+    usual = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        usual(descriptor)
+
+    monkeypatch.setattr(atomic.os, "fsync", files_only)
+    atomic.replace_file(tmp_path / "page.html", b"x")
+    atomic.replace_folder(tmp_path / "folder", {"a": b"y"})
+    assert (tmp_path / "page.html").read_bytes() + (tmp_path / "folder/a").read_bytes() == b"xy"
