@@ -217,6 +217,19 @@ def test_keys_and_values_are_checked_before_anything_starts(tmp_path, over, samp
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_is_left_in_a_folder_of_something_else(tmp_path):
+    (tmp_path / "lenet.toml").write_text(LENET)
+    (tmp_path / "out").mkdir()
+    for name in (".lock", "mine.txt"):
+        (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(SweepError, match="something else"):
+        command.sweep(tmp_path / "lenet.toml", ["seed=0,1"], tmp_path / "out")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {
+        ".lock": "mine",
+        "mine.txt": "mine",
+    }
+
+
 @pytest.mark.parametrize(("gpus", "accelerator", "devices"), [(0.0, "cpu", 1), (0.5, "cuda", 1), (2.0, "cuda", 2)])
 def test_what_a_worker_is_told(tmp_path, monkeypatch, gpus, accelerator, devices):
     from narrowgate.sweep import tuning

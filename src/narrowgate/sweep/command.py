@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowgate.console import table_console
-from narrowgate.sweep.folder import REPORT, Outcome, Swept, begin, held, outcomes
+from narrowgate.sweep.folder import REPORT, Outcome, Swept, begin, check_is_ours, held, outcomes
 from narrowgate.sweep.space import Axis, Range, Trial, make_trials, read_axis
 from narrowgate.sweep.trial import Job
 from narrowgate.train.recipe import Recipe, RecipeError
@@ -56,6 +56,7 @@ def sweep(
     _check_ends(recipe, settings, axes)
     trials = make_trials(axes, samples, drawing(base.train.seed))
     recipes = _recipes(recipe, settings, trials)
+    check_is_ours(folder)
     with held(folder, 0.0):
         swept = begin(folder, Swept(base.to_toml(), tuple(over), samples, trials), options.resume)
         if swept.trials != trials:  # another release of Ray draws other points: those of the beginning count

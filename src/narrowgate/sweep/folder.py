@@ -57,9 +57,8 @@ class Swept:
 
 def begin(folder: Path, swept: Swept, resume: bool) -> Swept:
     """Make the folder, or see that it is of the same sweep; that sweep, with the points drawn when it began."""
+    check_is_ours(folder)
     if not (folder / SWEEP).exists():
-        if folder.exists() and any(path.name != _LOCK for path in folder.iterdir()):
-            raise SweepError(f"{folder} holds something else than a sweep: choose another folder with --out")
         swept.save(folder)
         return swept
     if not resume:
@@ -72,6 +71,12 @@ def begin(folder: Path, swept: Swept, resume: bool) -> Swept:
             "folder with --out"
         )
     return kept
+
+
+def check_is_ours(folder: Path) -> None:
+    """Refuse a folder with something else in it, in which not even a lock may be left."""
+    if not (folder / SWEEP).exists() and folder.exists() and any(path.name != _LOCK for path in folder.iterdir()):
+        raise SweepError(f"{folder} holds something else than a sweep: choose another folder with --out")
 
 
 def _differences(kept: Swept, now: Swept) -> Iterator[str]:
