@@ -203,3 +203,14 @@ def test_what_onnx_runtime_cannot_run_is_said_in_a_line(tmp_path):
     with pytest.raises(ExportError, match=r"ONNX Runtime can't run the file: .*model\.float\(\)"):
         export(Residual().bfloat16(), EXAMPLE.bfloat16(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("takes", ["words", "numbers"])
+def test_results_or_inputs_that_numpy_has_no_type_for(tmp_path, takes):
+    """ONNX Runtime loads such a file and can't be handed the numbers."""
+    skip_without("onnx")
+    model = nn.Embedding(9, 4).bfloat16() if takes == "words" else nn.Flatten()
+    example = torch.arange(6).view(2, 3) if takes == "words" else torch.randn(2, 3, 4).bfloat16()
+    with pytest.raises(ExportError, match=r"ONNX Runtime can't run the file: .*(?i:bfloat16).*model\.float\(\)"):
+        export(model, example, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

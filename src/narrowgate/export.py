@@ -174,13 +174,21 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Any]:
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ExportError(
-            f"ONNX Runtime can't run the file: {_first_line(error)}. If the network is not in float32, convert it with "
-            "model.float()"
-        ) from error
+        raise _cannot_run(error) from error
     name = session.get_inputs()[0].name
 
     def run(x: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(y).to(x.device) for y in session.run(None, {name: x.detach().cpu().numpy()})]
+        try:
+            results = session.run(None, {name: x.detach().cpu().numpy()})
+        except Exception as error:  # NumPy has no bfloat16, for one
+            raise _cannot_run(error) from error
+        return [torch.from_numpy(y).to(x.device) for y in results]
 
     return run
+
+
+def _cannot_run(error: Exception) -> ExportError:
+    return ExportError(
+        f"ONNX Runtime can't run the file: {_first_line(error)}. If the network is not in float32, convert it with "
+        "model.float()"
+    )
