@@ -660,3 +660,24 @@ def test_a_grouped_weight_is_used_with_other_groups(name):
         with torch.no_grad():
             model.conv.weight[:, 3] = 0
     shrink_all(model, image(), removes=None)
+
+
+BESIDE = {
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, -1),
+    "pool": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "norm": lambda x: F.instance_norm(x),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_view_takes_as_many_channels_for_tokens(name):
+    """At this size it changes nothing; with fewer channels it would mix both."""
+
+    def body(net, x):
+        tokens = net.conv(x).reshape(len(x), x.shape[2], -1)
+        return net.head(BESIDE[name](tokens).flatten(1))
+
+    model = Net(body, conv=nn.Conv1d(3, 6, 1), head=nn.Linear(36, 4)).double().eval()
+    close_(model.conv, [1, 4])
+    shrink_all(model, torch.randn(4, 3, 6, dtype=torch.float64), removes=None)

@@ -18,6 +18,7 @@ from torch.fx import Node
 from narrowgate.flow.analysis import Flow, Wall
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
+from narrowgate.flow.geometry import matching_groups
 from narrowgate.flow.movement import RULES as MOVEMENTS
 from narrowgate.flow.movement import arg, reshape, shape_of
 from narrowgate.flow.resize import resize_
@@ -152,7 +153,23 @@ def _differs_beside_channels(large: Event, small: Event) -> bool:
         return large.taken[0] == small.taken[0] and large.taken != small.taken
     if large.mixer is not None:
         return False
-    return len([a for a, b in itertools.zip_longest(large.shape, small.shape) if a != b]) > 1
+    after = _differing(large.shape, small.shape)
+    return len(after) > 1 or _takes_another_axis(large, small, after)
+
+
+def _differing(large: tuple[Any, ...], small: tuple[Any, ...]) -> list[int]:
+    """The axes along which two shapes differ."""
+    return [i for i, (a, b) in enumerate(itertools.zip_longest(large, small)) if a != b]
+
+
+def _takes_another_axis(large: Event, small: Event, after: list[int]) -> bool:
+    """Whether a view takes channels for something of which there were as many: ``x.reshape(batch, tokens, -1)``."""
+    before = _differing(large.viewed, small.viewed)
+    if len(before) != 1 or math.prod(large.viewed) != math.prod(large.shape):
+        return False
+    return any(
+        before[0] in old and not set(after) <= set(new) for old, new in matching_groups(large.viewed, large.shape)
+    )
 
 
 def _wrong_split(flow: Flow, decision: Decision, large: list[Event], small: list[Event]) -> Trouble | None:

@@ -54,13 +54,14 @@ class Event:
 
     ``shape`` is what a layer, view or split gave: of a split one for each part, of a slice with its first position.
     ``taken`` is of a split or slice: how long the axis was, what was taken of it, and what was asked for, which may be
-    more than there is at this image size.
+    more than there is at this image size. ``viewed`` is the shape of what a view was taken of.
     """
 
     what: tuple[object, ...]
     mixer: Mixer | None = None
     shape: tuple[Any, ...] = ()
     taken: tuple[int, object, object] | None = None
+    viewed: tuple[int, ...] = ()
 
 
 def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
@@ -178,7 +179,8 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     numbers += args[0].flatten().tolist()
             if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
                 numbers += result.shape
-            self.events.append(Event((name, *numbers), None, *_parts(name, args, result)))
+            viewed = tuple(args[0].shape) if name in RESHAPES else ()
+            self.events.append(Event((name, *numbers), None, *_parts(name, args, result), viewed))
         return result
 
 
