@@ -401,7 +401,14 @@ MORE_THAN_THERE_IS = {
     "slice from the end": lambda x, width: x[:, :, -width:],
     "split": lambda x, width: x.split(width, 2)[0],
     "tensor_split": lambda x, width: x.tensor_split([width], 3)[0],
+    "chunk": lambda x, width: x.chunk(width, 2)[0],
+    "written": lambda x, width: x * ones_up_to(width, x.new_zeros(x.shape[2:])),
 }
+
+
+def ones_up_to(end, mask):
+    mask[:end] = 1
+    return mask
 
 
 @pytest.mark.parametrize("name", MORE_THAN_THERE_IS)

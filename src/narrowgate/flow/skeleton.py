@@ -186,15 +186,17 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Data(TorchFunctionMode):
     """Records what is handed to no operation: what tensors are made of, as in ``torch.tensor(x.shape[1])``, and slices
-    of more than there is at this image size."""
+    or chunks of more than there is at this image size."""
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self.log = log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ and not self.log.paused:
-            self.log.events += [Event(("slices",), None, (), asked) for asked in asked_for(*args)]
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and not self.log.paused:
+            self.log.events += [Event(("slices",), None, (), asked) for asked in asked_for(*args[:2])]
+        if func in (torch.chunk, Tensor.chunk) and not self.log.paused:
+            self.log.events.append(Event(("chunks",), None, (), _chunks(*args, **(kwargs or {}))))
         whole = func is F.normalize  # it repeats lengths along the channels, as many as there are
         if self.log.paused or not (whole or func in _FROM_DATA):
             return func(*args, **(kwargs or {}))
@@ -207,6 +209,10 @@ class _Data(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.log.paused = False
+
+
+def _chunks(input: Tensor, chunks: int, dim: int = 0) -> tuple[int, object, object]:
+    return input.shape[dim], None, chunks
 
 
 def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:
