@@ -18,11 +18,12 @@ from torch.fx import Node
 from narrowgate.flow.analysis import Flow, Wall
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision
+from narrowgate.flow.events import RESHAPES, Event
 from narrowgate.flow.geometry import matching_groups
 from narrowgate.flow.movement import RULES as MOVEMENTS
 from narrowgate.flow.movement import arg, reshape, shape_of
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.skeleton import RESHAPES, Event, run, skeleton
+from narrowgate.flow.skeleton import run, skeleton
 from narrowgate.flow.splits import RULES as SPLITS
 from narrowgate.flow.splits import kind_of_split, slice_of, sliced
 from narrowgate.flow.state import State

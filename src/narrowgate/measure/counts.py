@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgate.dtensors import check_whole
+from narrowgate.flow.skeleton import quiet
 from narrowgate.flow.trace import ExampleInputs, call_arguments
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
@@ -140,7 +140,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, batch_axis: int | None) -> _R
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake.from_tensor, (args, kwargs))
-        with _borrowed(model) as copied, _following(copied) as (records, current), fake, _Counter(current), _unlogged():
+        with _borrowed(model) as copied, _following(copied) as (records, current), fake, _Counter(current), quiet():
             copied(*fake_args, **fake_kwargs)
         return records
     except Exception:  # a forward that reads the values of tensors, or calls foreign code, has to run for real
@@ -162,17 +162,6 @@ def _run(model: nn.Module, args: Any, kwargs: Any, batch_axis: int | None) -> _R
             f"{type(model).__name__} fails on one sample of the example inputs: {type(error).__name__}: {error}. "
             f"Check that model(*example_inputs) runs in eval mode{hint}"
         ) from error
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """A forward that fails without numbers is run again with them; PyTorch would print the first failure at length."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+"""A log of what a model does when it runs: operations, the numbers they are given, layers' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from narrowgate.flow.analysis import Mixer
+from narrowgate.flow.splits import asked_for, kind_of_split, sliced
+from narrowgate.flow.unknown import has_numbers
+
+RESHAPES = ("view", "_unsafe_view", "_reshape_alias", "reshape")
+# Operations whose numbers are sizes, which change with the width: what they make of a tensor is compared instead.
+_SIZED = frozenset([*RESHAPES, "expand", "slice", "split", "split_with_sizes", "new_empty"])
+_COND = torch.ops.higher_order.cond
+_FROM_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor, Tensor.new])
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation with the numbers it was given, one layer's output, or how the run ended.
+
+    ``shape`` is what a layer, view or split gave: of a split one for each part, of a slice with its first position.
+    ``taken`` is of a split or slice: how long the axis was, what was taken of it, and what was asked for, which may be
+    more than there is at this image size. ``viewed`` is the shape of what a view was taken of.
+    """
+
+    what: tuple[object, ...]
+    mixer: Mixer | None = None
+    shape: tuple[Any, ...] = ()
+    taken: tuple[int, object, object] | None = None
+    viewed: tuple[int, ...] = ()
+
+
+class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each operation and its numbers, for code like ``x / x.shape[1]`` that makes numbers of widths.
+
+    What happens inside a layer of PyTorch's is one event: in the scatter layout it holds index operations too.
+    """
+
+    supports_higher_order_operators = True  # torch.cond
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.paused = False
+        self.names = names  # of tensors beside the layers' own, by id: code may choose one by a width
+
+    def pause(self, module: nn.Module, args: Any) -> None:
+        self.paused = True
+
+    def resume(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.paused = False
+
+    def without(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hooks on a module whose operations are no part of the model."""
+        return [
+            module.register_forward_pre_hook(self.pause),
+            module.register_forward_hook(self.resume, prepend=True),
+        ]
+
+    def called(self, name: str) -> Callable[[], None]:
+        """Records that a module ran whose operations are left out."""
+        return lambda: self.events.append(Event(("module", name)))
+
+    def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.paused = False
+            mixer = mixers.pop(0) if len(mixers) > 1 else mixers[0]
+            shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+            self.events.append(Event(("layer", name), mixer, shape))
+
+        return hook
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _COND:  # without numbers nobody knows which branch is taken: both
+            _, *branches, operands = args
+            with self:
+                results = [branch(*operands) for branch in branches]
+            return results[0]
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        # A reshape copies or not as memory lies; that may differ for a width of 1.
+        name = "view" if name in RESHAPES else name
+        if not self.paused and name != "clone":
+            given = (*args, *(kwargs or {}).values())
+            numbers: list[object] = [*(_expansions(args[0], result) if name == "expand" else _numbers(given, name))]
+            numbers += [self.names[id(one)] for one in given if id(one) in self.names]
+            if name == "lift_fresh" and has_numbers(args[0]):  # torch.FloatTensor([x.shape[1]])
+                with _disable_current_modes():
+                    numbers += args[0].flatten().tolist()
+            if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
+                numbers += result.shape
+            viewed = tuple(args[0].shape) if name in RESHAPES else ()
+            self.events.append(Event((name, *numbers), None, *_parts(name, args, result), viewed))
+        return result
+
+
+class Data(TorchFunctionMode):
+    """Records what is handed to no operation: what tensors are made of, as in ``torch.tensor(x.shape[1])``, and slices
+    or chunks of more than there is at this image size."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and not self.log.paused:
+            self.log.events += [Event(("slices",), None, (), asked) for asked in asked_for(*args[:2])]
+        if func in (torch.chunk, Tensor.chunk) and not self.log.paused:
+            self.log.events.append(Event(("chunks",), None, (), _chunks(*args, **(kwargs or {}))))
+        whole = func is F.normalize  # it repeats lengths along the channels, as many as there are
+        if self.log.paused or not (whole or func in _FROM_DATA):
+            return func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = [self.log.names[id(leaf)] for leaf in leaves if id(leaf) in self.log.names]
+        data = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self.log.events.append(Event((func.__name__, repr(data), *names)))
+        self.log.paused = whole
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.log.paused = False
+
+
+def _chunks(input: Tensor, chunks: int, dim: int = 0) -> tuple[int, object, object]:
+    return input.shape[dim], None, chunks
+
+
+def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:
+    """The numbers an operation was given, but for sizes, and what else it was told to do."""
+    kinds = (float, str, torch.dtype) if name in _SIZED else (int, float, str, torch.dtype)
+    if name == "convolution":
+        *given, _ = given  # as many groups as channels, for a depthwise one
+    for one in given:
+        if isinstance(one, kinds):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from (number for number in one if isinstance(number, kinds))
+
+
+def _expansions(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
+    """Axes, counted from the last, along which a tensor is repeated, and how often."""
+    sizes = [1] * (after.dim() - before.dim()) + list(before.shape)
+    return [
+        (after.dim() - i, new) for i, (old, new) in enumerate(zip(sizes, after.shape, strict=True)) if old == 1 != new
+    ]
+
+
+def _parts(name: str, args: Any, result: Any) -> tuple[tuple[Any, ...], tuple[int, object, object] | None]:
+    """What a view or split made of a tensor, and of which positions; nothing for other operations."""
+    if name in RESHAPES:
+        return tuple(result.shape), None
+    kind = kind_of_split(name)
+    if kind == "split":
+        dim = args[2] if len(args) > 2 else 0
+        shapes = tuple(tuple(part.shape) for part in result)
+        return shapes, (args[0].shape[dim], tuple(shape[dim] for shape in shapes), args[1])
+    if kind == "slice":
+        dim, start, end, step = (args[1:] + (0, None, None, 1)[len(args) - 1 :])[:4]
+        size = args[0].shape[dim]
+        which = range(*slice(start, end, step).indices(size))
+        return sliced(tuple(result.shape), which.start, size == len(which)), (size, which, (start, end))
+    return (), None
