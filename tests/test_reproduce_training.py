@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("lightning")
 pytest.importorskip("typer")
@@ -133,6 +134,13 @@ def test_a_run_that_fails_does_not_stop_the_rest(reproduce, tmp_path, monkeypatc
 def test_options_of_training_need_it(arguments, message):
     result = CliRunner().invoke(cli.build_app(), ["reproduce", *arguments])
     assert result.exit_code == 2 and message in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_once(reproduce):
+    done = reproduce("--accelerator", "cuda")
+    assert done.exit_code == 1 and "sees no GPU" in done.stderr
+    assert "failed" not in done.output
 
 
 def test_missing_images_stop_all(tmp_path):

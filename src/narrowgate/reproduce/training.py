@@ -9,13 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from narrowgate.flow import CollapseError, ReplayError, VerificationError
-from narrowgate.reproduce.command import record
+from narrowgate.reproduce import command
 from narrowgate.reproduce.paper import FIGURE_2, FIGURE_4, TABLE_1, TABLE_2
 from narrowgate.reproduce.record import RecordError
-from narrowgate.train.engine import run
+from narrowgate.train.engine import launch, run
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.watch import TrainingError
 
@@ -78,11 +76,12 @@ def missing(what: str, results: Path, options: Options) -> list[Missing]:
 def train_missing(what: str, results: Path, options: Options, console: Console) -> list[str]:
     """Train, go on with what was begun, and keep a record of each run; the names of those that failed."""
     jobs, failed = missing(what, results, options), []
-    device = "cuda" if options.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     console.print(f"{len(jobs)} runs to make for {what}" if jobs else f"no run of {what} is missing")
+    device = launch(options.accelerator, 1, 1).device.type if jobs else ""  # or an error that is none of one run's
     for place, job in enumerate(jobs, 1):
         where = f"{job.base.stem}, seed {job.recipe.train.seed}, in {job.folder}"
         console.print(f"\n{place} of {len(jobs)}: {where}", markup=False)
+        gc.collect()  # a run refers to itself in circles, and would hold a GPU's memory beside the next one
         try:
             run(
                 job.recipe,
@@ -98,8 +97,8 @@ def train_missing(what: str, results: Path, options: Options, console: Console) 
             console.print(f"{job.folder.name} failed: {error}", style="red", markup=False)
             continue
         curve = options.curve and job.recipe.gates.kind != "none"
-        console.print(record(job.folder, job.record, job.base, "", curve, options.data, device), markup=False)
-        gc.collect()  # a run refers to itself in circles, and would hold a GPU's memory beside the next one
+        kept = command.record(job.folder, job.record, job.base, "", curve, options.data, device)
+        console.print(kept, markup=False)
     return failed
 
 
