@@ -64,6 +64,48 @@ def test_a_small_difference_on_a_large_offset_fails():
         ng.verify(model, other, x)
 
 
+def two_scales(net, x):
+    """Coordinates and scores, as a detector gives them out: along the last axis, or along the second."""
+    return torch.cat([640 * net.boxes(x), net.scores(x).sigmoid()], 1)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_small_output_beside_a_large_one_is_not_hidden(last):
+    def body(net, x):
+        return two_scales(net, x).flatten(2).transpose(1, 2) if last else two_scales(net, x)
+
+    model = Net(body, boxes=nn.Conv2d(3, 4, 1), scores=nn.Conv2d(3, 5, 1))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.scores.bias[2] += 0.01
+    x = torch.randn(2, 3, 4, 4)
+    whole = (model(x) - model(x).mean(0)).abs().max()
+    assert (model(x) - other(x)).abs().max() < 1e-4 * whole  # as a whole it would be rounding
+    ng.verify(model, copy.deepcopy(model), x)
+    with pytest.raises(VerificationError, match=f"not the same function.* at number 6 of axis {2 if last else 1}"):
+        ng.verify(model, other, x)
+    assert ng.verify(model, other, x, tolerance=1e-3).passed
+
+
+def test_one_noisy_output_allows_others_nothing():
+    def body(net, x):
+        return (net.fc(x) * 1e7).sin(), net.fc(x)  # the first is all rounding
+
+    model = Net(body, fc=nn.Linear(3, 4))
+    other = Net(lambda net, x: (body(net, x)[0], 1.001 * body(net, x)[1]), fc=copy.deepcopy(model.fc))
+    with pytest.raises(VerificationError, match="not the same function"):
+        ng.verify(model, other, torch.randn(8, 3))
+
+
+def test_a_channel_that_hardly_varies_does_not_fail_on_rounding():
+    def body(net, x):
+        return torch.cat([net.scores(x), 5 + 1e-5 * net.scores(x)], 1)
+
+    model = Net(body, scores=nn.Conv2d(3, 5, 1))
+    other = Net(lambda net, x: body(net, x) * (1 + 1e-6), scores=copy.deepcopy(model.scores))
+    ng.verify(model, other, torch.randn(4, 3, 4, 4))
+
+
 def test_tolerance_is_the_callers():
     model = network()
     assert ng.verify(model, changed(model, 1e-6), image(), tolerance=1e-2).passed
@@ -168,11 +210,88 @@ def test_a_second_batch_size_is_tried():
     assert len(set(seen)) == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "takes", "tried"),
+    [
+        ((2, 3, 8, 8), lambda shape: True, (2, 3, 16, 16)),
+        ((1, 3, 96, 64), lambda shape: True, (2, 3, 128, 96)),
+        ((1, 3, 96, 64), lambda shape: shape[0] != 2, (1, 3, 128, 96)),
+        ((2, 3, 8, 8), lambda shape: shape[3] == 8, None),
+        ((2, 5, 8), lambda shape: True, (2, 5, 16)),
+        ((2, 5, 8), lambda shape: shape[2] == 8, (2, 10, 8)),
+        ((2, 5), lambda shape: True, None),
+    ],
+)
+def test_larger_images_and_longer_sequences_are_tried_where_the_model_takes_them(shape, takes, tried):
+    seen = []
+
+    def body(net, x):
+        if not takes(x.shape):
+            raise ValueError("not this size")
+        seen.append(tuple(x.shape))
+        return x
+
+    x = torch.randn(shape, dtype=torch.float64)
+    ng.verify(Net(body), Net(body), x)
+    assert {one for one in seen if one[1:] != shape[1:]} == ({tried} if tried else set())
+    seen.clear()
+    ng.verify(Net(body), Net(body), x, other_sizes=False)
+    assert {one[1:] for one in seen} == {shape[1:]}
+
+
+def test_an_error_at_another_image_size_is_seen_and_can_be_left_out():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    wrong_when_large = Net(lambda net, x: x * (1.0 if x.shape[-1] == 8 else 1.1))
+    with pytest.raises(
+        VerificationError, match=r"inputs of shape \(2, 3, 16, 16\).*At the size given.*other_sizes=False"
+    ):
+        ng.verify(Net(lambda net, x: x), wrong_when_large, x)
+    assert ng.verify(Net(lambda net, x: x), wrong_when_large, x, other_sizes=False).passed
+    wrong = Net(lambda net, x: x * 1.1)
+    with pytest.raises(VerificationError) as caught:
+        ng.verify(Net(lambda net, x: x), wrong, x)
+    assert "size" not in str(caught.value)
+
+
+def test_a_size_at_which_samples_are_mixed_up_is_no_size_the_model_takes():
+    """Twice the size makes four rows of each image."""
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    other = Net(lambda net, x: x.view(-1, 48) * (1.0 if x.shape[-1] == 4 else 1.1))
+    assert ng.verify(Net(lambda net, x: x.view(-1, 48)), other, x).passed
+
+
+def test_a_small_model_that_fails_where_the_other_runs_is_no_other_error():
+    def fussy(net, x):
+        assert x.shape[-1] == 8, "eight or nothing"
+        return x
+
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with pytest.raises(
+        VerificationError, match=r"fails where the other runs: AssertionError: eight.* shape \(2, 3, 16"
+    ):
+        ng.verify(Net(lambda net, x: x), Net(fussy), x)
+
+
 def test_an_error_at_the_other_batch_size_is_seen():
     x = torch.randn(4, 3, dtype=torch.float64)
     wrong_when_large = Net(lambda net, x: x * (1.0 if len(x) == 4 else 1.1))
     with pytest.raises(VerificationError):
         ng.verify(Net(lambda net, x: x), wrong_when_large, x)
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [((-1, 2, 3), {4, 8}), ((2, 2, 3), {4})])
+def test_a_model_that_takes_few_batch_sizes(shape, sizes):
+    """Frames in pairs; or a batch size written in its code: then there is one to try."""
+    seen = set()
+
+    def body(net, x):
+        y = net.fc(x.view(shape)).mean(1)
+        seen.add(len(x))
+        return y
+
+    model, x = Net(body, fc=nn.Linear(3, 2)).double(), torch.randn(4, 3, dtype=torch.float64)
+    ng.verify(model, model, x)
+    assert seen == sizes
 
 
 def test_a_single_sample_is_not_blind():
@@ -310,6 +429,19 @@ def test_code_that_asks_for_half_precision_itself():
         other.fc.weight[0, :8] += 1
     with pytest.raises(VerificationError, match="not the same function"):
         ng.verify(model, other, x)
+
+
+def test_a_small_model_that_runs_in_half_precision_only_is_compared_there():
+    """As an exported file does, whose numbers are what they are."""
+
+    def fixed(net, x):
+        assert x.dtype == torch.bfloat16, "half precision or nothing"
+        return x * 2
+
+    x = torch.randn(4, 3).bfloat16()
+    assert ng.verify(Net(lambda net, x: x * 2), Net(fixed), x).passed
+    with pytest.raises(VerificationError, match="fails where the other runs: AssertionError: half precision"):
+        ng.verify(Net(lambda net, x: x * 2), Net(fixed), x.float())
 
 
 def test_what_rounding_hides_is_not_passed():

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from narrowgate.flow.differences import (
+    HALF_NOISE_FACTOR,
+    NOISE_FACTOR,
+    TOLERANCE,
+    Difference,
+    Limits,
+    ratio,
+    worst_part,
+)
 from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, in_mode
-
-# Relative to the spread of outputs: what rounding explains in each precision, or this many times the measured noise.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_NOISE_FACTOR = 100.0
-_HALF_NOISE_FACTOR = 3.0  # there the noise is that of all weights, not of one rounding in the inputs
-_LARGEST_TOLERANCE = 0.5  # more would pass another function
+from narrowgate.flow.trials import Inputs, elsewhere, nudge, shapes_of, trials
 
 
 class VerificationError(AssertionError):
     """The two models differ by more than rounding."""
+
+
+class _SmallFails(VerificationError):
+    """The small model does not run at all."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class Verification:
 
     ``relative_error`` is the largest difference over the spread of outputs across inputs, 0 where it is no more than
     the outputs' own last digits; ``noise`` is what a change of the inputs by one unit in the last place does, on the
-    same scale, or of the weights where they are in half precision.
+    same scale, or of the weights where they are in half precision. These two and the tolerance are of the whole output
+    or of one of its channels, ``where``, whichever is worse; for inputs of the shapes ``inputs``.
     """
 
     max_error: float
@@ -40,6 +48,8 @@ class Verification:
     noise: float
     tolerance: float
     batches: tuple[int, ...]
+    where: str = ""
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -48,7 +58,7 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "same function" if self.passed else "DIFFERENT"
-        share = f"{self.relative_error:.1e} of the outputs' spread"
+        share = f"{self.relative_error:.1e} of the outputs' spread" + (f" at {self.where}" if self.where else "")
         if self.max_error and not self.relative_error:  # "0.0e+00 of the spread" would contradict the difference
             share = "within the rounding of the outputs themselves"
         return (
@@ -57,7 +67,7 @@ class Verification:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """float32 that is float32: a GPU would round factors to TF32, by default in convolutions, and more than removal."""
     convolutions, products = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
@@ -71,29 +81,40 @@ def full_precision() -> Iterator[None]:
 
 
 def verify(
-    model: nn.Module, small: nn.Module, example_inputs: ExampleInputs, *, tolerance: float | None = None
+    model: nn.Module,
+    small: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    tolerance: float | None = None,
+    other_sizes: bool = True,
 ) -> Verification:
-    """Compare two models in eval mode on the example inputs and on random ones like them, at two batch sizes.
+    """Compare two models in eval mode on the example inputs and on random ones like them.
 
-    Models in half precision are compared as copies in float32, where that is possible: their own rounding would hide
-    what there is to see. Raises VerificationError where shapes differ, the difference is more than rounding explains,
-    or rounding is so large that nothing can be told.
+    These are a second batch and a batch of larger images (or longer sequences), where the model takes such. Models in
+    half precision are compared as copies in float32, where that is possible: their own rounding would hide what there
+    is to see. Raises VerificationError where the small model fails, shapes differ, the difference is more than rounding
+    explains, or rounding is so large that nothing can be told.
+
+    Args:
+        tolerance: what to allow, relative to the spread of whole outputs. By default what rounding explains.
+        other_sizes: try larger images too; not for networks that will only ever see one size.
     """
     args, kwargs = call_arguments(example_inputs)
     half = _half_precision(model, small, (args, kwargs))
     worst: Verification | None = None
     with in_mode(model, False), in_mode(small, False), torch.no_grad(), full_precision():
         if half is not None:
-            worst = _compare_in_float32(model, small, (args, kwargs), tolerance, half)
+            worst = _compare_in_float32(model, small, (args, kwargs), tolerance, half, other_sizes)
         if worst is None:
-            worst = _worst(model, small, list(_batches(args, kwargs)), tolerance, half)
+            worst = _worst(model, small, trials(args, kwargs, other_sizes), tolerance, half)
     if not worst.passed:
-        raise VerificationError(_message(worst, tolerance, half))
+        where = elsewhere(worst.inputs, shapes_of((args, kwargs)))
+        raise VerificationError(_message(worst, tolerance, half) + where)
     return worst
 
 
 def _message(worst: Verification, tolerance: float | None, half: torch.dtype | None) -> str:
-    explained = worst.relative_error <= (_HALF_NOISE_FACTOR if half else _NOISE_FACTOR) * worst.noise
+    explained = worst.relative_error <= (HALF_NOISE_FACTOR if half else NOISE_FACTOR) * worst.noise
     if tolerance is not None or not explained:
         return f"the small model is not the same function: {worst}"
     numbers = str(worst).partition(": ")[2]
@@ -112,14 +133,17 @@ def _half_precision(model: nn.Module, small: nn.Module, inputs: Any) -> torch.dt
 
 
 def _compare_in_float32(
-    model: nn.Module, small: nn.Module, inputs: Any, tolerance: float | None, half: torch.dtype
+    model: nn.Module, small: nn.Module, inputs: Any, tolerance: float | None, half: torch.dtype, other_sizes: bool
 ) -> Verification | None:
     """Compare copies; None if there can be none, or the code itself asks for another precision."""
     halves = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
     try:
         copied, copied_small = copy.deepcopy(model).float(), copy.deepcopy(small).float()
-        batches = list(_batches(*pytree.tree_map(_in_float32, inputs)))
+        args, kwargs = pytree.tree_map(_in_float32, inputs)
+        batches = trials(args, kwargs, other_sizes)
         return _worst(copied, copied_small, batches, tolerance, half, halves)
+    except _SmallFails:
+        return None  # an exported file runs in its own precision only
     except VerificationError:
         raise
     except Exception:
@@ -133,25 +157,63 @@ def _in_float32(leaf: Any) -> Any:
 def _worst(
     model: nn.Module,
     small: nn.Module,
-    batches: list[Any],
+    alternatives: Iterator[list[Inputs]],
     tolerance: float | None,
     half: torch.dtype | None,
     halves: Sequence[str] = (),
 ) -> Verification:
-    """The worst of several batches; ``halves`` are the model's parameters whose rounding is to be measured."""
+    """The first of several trials that fails, or the worst; ``halves`` are parameters whose rounding is measured."""
+    floor = None
+    if half is not None:
+        floor = 2 * torch.finfo(half).eps if halves else TOLERANCE.get(half, 5e-2)
     with torch.random.fork_rng(devices=[]):
-        expected, actual = ([_outputs(one, *batch) for batch in batches] for one in (model, small))
-        moved = [[_outputs(model, *pytree.tree_map(_nudge, batch)) for batch in batches]]
+        batches, expected = _that_run(model, alternatives)
+        _refuse_nothing_to_compare(model, expected)
+        moved = [[_outputs(model, *pytree.tree_map(nudge, batch)) for batch in batches]]
         if halves and half is not None:
             _round_elsewhere_(model, halves, half)
             moved.append([_outputs(model, *batch) for batch in batches])
-    _refuse_nothing_to_compare(model, expected)
-    floor = None
-    if half is not None:
-        floor = 2 * torch.finfo(half).eps if halves else _TOLERANCE.get(half, 5e-2)
-    each = zip(expected, actual, zip(*moved, strict=True), strict=True)
-    results = [_compare(*one, tolerance, floor) for one in each]
-    return max(results, key=lambda result: math.inf if math.isnan(result.relative_error) else result.relative_error)
+        results: list[Verification] = []
+        for batch, want, others in zip(batches, expected, zip(*moved, strict=True), strict=True):
+            try:
+                found = _compare(want, _of_small(small, batch), others, Limits(tolerance, floor))
+            except VerificationError as error:
+                where = elsewhere(shapes_of(batch), shapes_of(batches[0]))
+                raise type(error)(f"{error}{where}") from error.__cause__
+            results.append(replace(found, inputs=shapes_of(batch)))
+            if not found.passed:
+                return results[-1]
+    return max(results, key=lambda result: ratio(result.relative_error, result.tolerance))
+
+
+def _that_run(model: nn.Module, alternatives: Iterator[list[Inputs]]) -> tuple[list[Inputs], list[list[Tensor]]]:
+    """Those as given, and of each of the others the first that the model takes; what it gives out for them."""
+    found = list(next(alternatives))
+    expected = [_outputs(model, *found[0])]
+    for several in alternatives:
+        for batch in several:
+            with contextlib.suppress(Exception):
+                outputs = _outputs(model, *batch)
+                # view(-1, 64) takes images of another size for several: that is no use of the model.
+                if _one_for_each(expected[0], found[0]) == _one_for_each(outputs, batch):
+                    expected.append(outputs)
+                    found.append(batch)
+                    break
+    return found, expected
+
+
+def _one_for_each(outputs: list[Tensor], inputs: Inputs) -> list[bool]:
+    """Which outputs have as many entries as the inputs have."""
+    shapes = shapes_of(inputs)
+    return [bool(shapes) and output.shape[:1] == shapes[0][:1] for output in outputs]
+
+
+def _of_small(small: nn.Module, batch: Inputs) -> list[Tensor]:
+    try:
+        return _outputs(small, *batch)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise _SmallFails(f"the small model fails where the other runs: {reason}") from error
 
 
 def _refuse_nothing_to_compare(model: nn.Module, expected: list[list[Tensor]]) -> None:
@@ -176,83 +238,34 @@ def _round_elsewhere_(model: nn.Module, names: Sequence[str], half: torch.dtype)
 
 
 def _compare(
-    expected: list[Tensor],
-    actual: list[Tensor],
-    moved: Sequence[list[Tensor]],
-    tolerance: float | None,
-    half_floor: float | None,
+    expected: list[Tensor], actual: list[Tensor], moved: Sequence[list[Tensor]], limits: Limits
 ) -> Verification:
     shapes = [tuple(t.shape) for t in expected], [tuple(t.shape) for t in actual]
     if shapes[0] != shapes[1]:
         raise VerificationError(f"the outputs have other shapes: {shapes[0]} became {shapes[1]}")
-    max_error = relative = noise = 0.0
-    dtype = torch.float32
+    max_error = 0.0
+    parts: list[Difference] = []
     for want, got, *others in zip(expected, actual, *moved, strict=True):
         if not want.is_floating_point():
             if not torch.equal(want, got):
                 raise VerificationError(f"the small model is not the same function: outputs of {want.dtype} differ")
             continue
-        dtype = want.dtype
         finite = want.isfinite()
         if not torch.equal(want[~finite].nan_to_num(nan=1.0), got[~finite].nan_to_num(nan=1.0)) or not bool(
             got[finite].isfinite().all()
         ):
             raise VerificationError("the small model is not the same function: NaN or infinities are elsewhere")
+        dtype = want.dtype
         want, got, *others = (
             torch.where(finite, t.double(), torch.zeros_like(t.double())) for t in (want, got, *others)
         )
-        spread = _spread(want, torch.finfo(dtype).eps)
-        error = _largest(want - got)
-        max_error = max(max_error, error)
-        rounding = 4 * torch.finfo(dtype).eps * _largest(want)  # of the output itself, however small the spread
-        relative = max(relative, error / spread if error > rounding else 0.0)
-        noise = max(noise, *(_largest(want - other) / spread for other in others))
-    floor = half_floor or _TOLERANCE.get(dtype, 1e-4)
-    likely = (_HALF_NOISE_FACTOR if half_floor else _NOISE_FACTOR) * noise
-    allowed = tolerance if tolerance is not None else max(floor, min(likely, _LARGEST_TOLERANCE))
-    return Verification(max_error, relative, noise, allowed, (len(expected[0]) if expected[0].dim() else 1,))
-
-
-def _spread(output: Tensor, eps: float) -> float:
-    """How much outputs differ from one input to another; their size where that is rounding or there is one input."""
-    size = _largest(output)
-    if output.dim() and output.shape[0] > 1:
-        spread = _largest(output - output.mean(0, keepdim=True))
-        if spread > 8 * eps * size:
-            return spread
-    return size or 1.0
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The inputs as given, then random ones of twice and one and a half times the batch where that is possible."""
-    yield args, kwargs
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not leaves or any(leaf.dim() < 2 or not leaf.is_floating_point() for leaf in leaves):
-        return
-    if len({leaf.shape[0] for leaf in leaves}) != 1:
-        return
-    generator = torch.Generator().manual_seed(0)
-
-    def grow(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = (2 * leaf.shape[0] + 1, *leaf.shape[1:])
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(leaf)
-
-    yield pytree.tree_map(grow, (args, kwargs))
-
-
-def _nudge(leaf: Any) -> Any:
-    """One unit in the last place up, for half of the elements."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    moved = torch.nextafter(leaf, torch.full_like(leaf, math.inf)) if leaf.dtype.itemsize > 2 else leaf * (1 + 2**-8)
-    odd = torch.arange(leaf.numel(), device=leaf.device).reshape(leaf.shape) % 2 == 0
-    return torch.where(odd, moved, leaf)
+        if want.numel():
+            max_error = max(max_error, float((want - got).abs().max()))
+            parts.append(worst_part(want, got, others, limits, dtype))
+    nothing = Difference(0.0, 0.0, limits.tolerance or limits.half_floor or TOLERANCE[torch.float32])
+    worst = max(parts, key=lambda part: part.excess, default=nothing)
+    batch = len(expected[0]) if expected[0].dim() else 1
+    return Verification(max_error, worst.relative, worst.noise, worst.allowed, (batch,), worst.where)
 
 
 def _outputs(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
