@@ -310,6 +310,41 @@ def test_what_one_forward_pass_leaves_for_the_next(body, layout):
     assert model.state.any() or model.calls == 3
 
 
+def looks_up(net, x):
+    y = net.conv1(x).mean((2, 3)) + F.embedding(torch.arange(len(x)), net.table)
+    net.table.mul_(0.5)
+    return net.conv2(y[..., None, None])
+
+
+def leaks(net, x):
+    y = F.prelu(net.conv1(x), net.slopes)
+    net.slopes.mul_(0.5)
+    return net.conv2(y)
+
+
+def shifts(net, x):
+    y = torch.addmm(net.shift, net.conv1(x).mean((2, 3)), net.square)
+    net.shift.add_(0.3)
+    return net.conv2(F.relu(y)[..., None, None])
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+@pytest.mark.parametrize("body", [looks_up, leaks, shifts])
+def test_constants_that_the_next_forward_pass_changes(body, layout):
+    state = {"table": nn.Buffer(torch.rand(9, 6)), "slopes": nn.Buffer(torch.full((6,), 0.5))}
+    state |= {"shift": nn.Buffer(torch.zeros(6)), "square": nn.Buffer(torch.rand(6, 6))}
+    state["table"][:, 1:4] = 0.5
+    state["square"][:, 4] = 0
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(6, 4, 1), **state).double().eval()
+    close_(model.conv1, [1, 2])
+    close_(model.conv1, [3], -0.8)
+    small = ng.compact(model, ng.plan(model, image(), layout=layout))
+    assert layout == "aligned" or count(small) < count(model)
+    for _ in range(3):
+        x = image()
+        torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
+
+
 def test_counting_buffer():
     class Counts(nn.Module):
         def __init__(self):

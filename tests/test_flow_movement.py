@@ -25,6 +25,7 @@ FLATTENS = {
     "unsqueezed": lambda net, x: x.unsqueeze(1).flatten(1),
     "permuted": lambda net, x: x.permute(0, 2, 3, 1).flatten(1),
     "transposed": lambda net, x: x.transpose(1, 3).contiguous().flatten(1),
+    "there_and_back": lambda net, x: F.relu(x.flatten(2)).reshape_as(x).flatten(1),
     "in_two_steps": lambda net, x: x.flatten(2).flatten(1),
     "einops_like": lambda net, x: x.view(len(x), x.shape[1], 3, 2, 3, 2).permute(0, 2, 4, 1, 3, 5).reshape(len(x), -1),
 }

@@ -21,6 +21,10 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] 
 """What trains a model: one, several that share its parameters, or unknown."""
 
 
+class OptimizerError(ValueError):
+    """An optimizer's state can't be cut along; nothing was changed."""
+
+
 @torch.inference_mode(False)  # a tensor made in that mode could never train
 def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> nn.Module:
     """Apply a plan to the model itself: parameters keep their identity, so optimizers and param groups stay valid.
@@ -73,13 +77,13 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
 def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of a kind whose state can't be cut along, or is another's."""
     if isinstance(optimizer, torch.optim.LBFGS):  # what it remembers of all parameters hangs on the first
-        raise ValueError(
+        raise OptimizerError(
             "LBFGS keeps what it knows of all parameters in one vector, which can't be cut along. Make a new optimizer "
             "after compact_, and leave optimizer= out"
         )
     for key, inner in vars(optimizer).items():
         if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:  # Accelerate's shares it
-            raise ValueError(
+            raise OptimizerError(
                 f"{type(optimizer).__name__} steps another optimizer, {type(inner).__name__}, whose state would not be "
                 f"cut along: hand over that one, optimizer.{key}"
             )
@@ -98,7 +102,7 @@ def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.
     for name in [name for name in cuts if name in tensors]:
         for key in optimizer.state.get(tensors[name], {}):
             if key in odd:
-                raise ValueError(
+                raise OptimizerError(
                     f"{type(optimizer).__name__} keeps {key!r} of {name!r} in another shape than the parameter: its "
                     "state can't be cut along. Make a new optimizer after compact_, and leave optimizer= out"
                 )
@@ -118,7 +122,7 @@ def _check_new_biases(model: nn.Module, plan: Plan, optimizer: torch.optim.Optim
     held = held_by(optimizer)
     for edit in plan.edits.values():
         if edit.new_bias and id(model.get_submodule(edit.layer).weight) in held:
-            raise ValueError(
+            raise OptimizerError(
                 f"a constant has to become a bias of {edit.layer!r}, which has none, and {type(optimizer).__name__}, "
                 "which trains its weight, takes matrices only: make the layer with a bias, for another optimizer"
             )

@@ -67,7 +67,8 @@ def embedding(flow: Flow, node: Node) -> None:
         return
     table = flow.tensors[name].detach()
     same = (table == table[:1]).all(0).cpu().numpy()
-    values = np.where(same & (flow.closed is None), table[0].double().cpu().numpy(), np.nan)
+    stays = flow.closed is None and name not in flow.graph.written.values()
+    values = np.where(same & stays, table[0].double().cpu().numpy(), np.nan)
     shape = shape_of(node)
     flow.pin(flow.labels_of(name, 0), f"for the rows of {layer_of(node)}")
     places = flow.reads(node, node.args[1])

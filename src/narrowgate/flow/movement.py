@@ -227,9 +227,8 @@ def pixel_shuffle(flow: Flow, node: Node) -> None:
 
 
 RULES: dict[str, Callable[[Flow, Node], None]] = {
-    **dict.fromkeys(
-        "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as _reshape_alias".split(), reshape
-    ),
+    **dict.fromkeys("view view_as reshape reshape_as _unsafe_view _reshape_alias".split(), reshape),
+    **dict.fromkeys("flatten unflatten squeeze unsqueeze".split(), reshape),
     **dict.fromkeys("permute transpose t numpy_T mT movedim swapaxes".split(), permute),
     **dict.fromkeys(("expand", "broadcast_to"), expand),
     "expand_as": expand_as,

@@ -143,6 +143,8 @@ def prelu(flow: Flow, node: Node) -> None:
         wall_rule(flow, node)
         return
     slopes = flow.tensors[name].detach().double().cpu().numpy().reshape(-1)  # F.prelu takes a bare number, too
+    if name in flow.graph.written.values():
+        slopes = np.full_like(slopes, np.nan)
     if state.axis is None:
         if len(slopes) > 1:
             flow.pin(flow.labels_of(name, 0), f"for the input of {layer_of(node)}")

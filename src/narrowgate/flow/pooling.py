@@ -68,12 +68,14 @@ def pad(flow: Flow, node: Node) -> None:
     read = flow.reads(node, node.args[0])
     state = flow.state(read)
     amounts: Any = node.args[1]
-    padded = {len(state.shape) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
+    axes = [len(state.shape) - 1 - i // 2 for i in range(len(amounts))]
+    padded = {axis for axis, amount in zip(axes, amounts, strict=True) if amount}
     mode = arg(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
     fill = arg(node, 3, "value", 0.0) if op_name(node) == "pad" else arg(node, 2, "value", 0.0)
     fill = float(rounded(np.array([float(fill or 0.0)]), node.meta["val"].dtype)[0])
     values = state.values
-    if mode == "constant" and padded - {state.axis}:
+    # Nobody writes zeros alone: they were computed, and may be more at another image size, as where sizes become even.
+    if mode == "constant" and (padded or set(axes)) - {state.axis}:
         values = np.where(values == fill, values, np.nan)
     if state.axis in padded:
         first = 2 * (len(state.shape) - 1 - state.axis)

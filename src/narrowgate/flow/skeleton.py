@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.cuts import Cut
 from narrowgate.flow.events import Data, Event, Log
+from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS, IndexedNorm
 from narrowgate.flow.multihead import Widen
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
@@ -82,7 +83,7 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         warnings.simplefilter("ignore")
         args, kwargs = pytree.tree_map(lambda leaf: _empty_like(leaf, device), call_arguments(example_inputs))
         try:
-            with log, Data(log), quiet():
+            with nothing_kept(model), log, Data(log), quiet():
                 output = model(*args, **kwargs)
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.regions import inlined, readers
 from narrowgate.flow.unknown import fake_tensors, lacks_numbers
 
@@ -83,7 +84,7 @@ def trace(
     with in_mode(model, train, frozen), _batches_not_counted(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _no_stack_traces(), no_partial_graph():
+            with _no_stack_traces(), no_partial_graph(), nothing_kept(model):
                 program = torch.export.export(model, args, kwargs, strict=False)
             graph = inlined(program.graph_module)
             _refuse_unknown_sizes(graph)

@@ -78,7 +78,8 @@ def turned_linear(flow: Flow, node: Node) -> None:
     """addmm(bias, x, weight): a linear layer whose weight is (in, out), as GPT-2's Conv1D has it."""
     sources: Any = node.args
     bias, weight = (flow.graph.tensors.get(sources[i]) for i in (0, 2))
-    if bias is None or weight is None or node.kwargs or flow.resolve(sources[2]) is not sources[2]:
+    written = {bias, weight} & set(flow.graph.written.values())
+    if bias is None or weight is None or written or node.kwargs or flow.resolve(sources[2]) is not sources[2]:
         wall_rule(flow, node, "its weight is computed, not a parameter")
         return
     if flow.tensors[bias].shape != flow.tensors[weight].shape[1:]:
