@@ -1,6 +1,8 @@
 """The model's forward computes all gated weights at once; that must never show, except in speed."""
 
 import copy
+import threading
+import warnings
 
 import pytest
 import torch
@@ -322,3 +324,33 @@ def test_gates_whose_layers_were_replaced_are_named():
     with pytest.warns(UserWarning, match=r"gates on 1 have no effect: other layers .* then call attach_gates_"):
         model(x)
     model(x)  # a second warning would be an error
+
+
+def test_threads_that_train_one_model_do_not_share_a_graph():
+    class Meeting(nn.Module):
+        """The second thread stops here until the first has come through."""
+
+        def forward(self, x):
+            if threading.current_thread() is other:
+                there.set()
+                done.wait(10)
+            else:
+                other.start()
+                there.wait(10)
+            return x
+
+    def backward():
+        try:
+            results.append(torch.autograd.grad(model(x).square().sum(), model[0].weight)[0])
+        finally:
+            done.set()
+
+    there, done, results, other = threading.Event(), threading.Event(), [], threading.Thread(target=lambda: backward())
+    model = nn.Sequential(nn.Linear(4, 4), Meeting(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    ng.attach_gates_(model)
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of gates without effect, too
+        backward()
+        other.join()
+    assert len(results) == 2 and torch.equal(*results)

@@ -17,9 +17,11 @@ from helpers import (
     needs_cpp_compiler,
     spread_gates_,
 )
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgate as ng
+from narrowgate.inspect_model import inspect_model
 
 
 @pytest.fixture
@@ -290,3 +292,23 @@ def test_two_forwards_before_one_backward(gated):
     reference.zero_grad()
     (reference(first).square().sum() + reference(second).square().sum()).backward()
     assert_same(together, gradients(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_that_torch_jit_compiled_does_not_stand_in_the_way():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(4, 8), scripted, nn.Linear(8, 3))
+    gates = ng.attach_gates_(model)
+    x = torch.randn(2, 4)
+    assert ng.gates_of(model).names == gates.names == ["0"]
+    ng.Shrinker(model, x, torch.optim.SGD(model.parameters(), 0.1))
+    before = model(x)
+    assert "1.0.weight" in ng.plain_state_dict(model) and "0.gate.g" not in ng.plain_state_dict(model)
+    torch.testing.assert_close(ng.merge_gates_(model)(x), before)
+    with pytest.raises(ValueError, match="this model has no gates"):
+        ng.gates_of(scripted)
+
+
+def test_a_model_that_torch_jit_compiled_is_named():
+    scripted, x = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU())), torch.randn(2, 4)
+    with pytest.raises(ng.TraceError, match=r"is compiled by torch\.jit, which hides its code; pass the model itself"):
+        inspect_model(scripted, x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,7 @@ def _before(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or getattr(model, "_is_replica", False) or saves_are_watched():
         return
     layers: dict[str, nn.Module] = model.__dict__[_ATTRIBUTE]
-    ready = {name: cast(GatedLayer, layer) for name, layer in layers.items() if _is_simple(layer)}
+    ready = {name: cast(GatedLayer, layer) for name, layer in list(layers.items()) if _is_simple(layer)}
     if ready:
         _prepare(ready)
 
@@ -73,12 +74,12 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     layers: dict[str, nn.Module] = model.__dict__[_ATTRIBUTE]
-    idle = {name: layer for name, layer in layers.items() if layer.__dict__.pop(PREPARED, None) is not None}
+    idle = {name: layer for name, layer in list(layers.items()) if _is_ours(layer.__dict__.pop(PREPARED, None))}
     # output is None after an exception, and auxiliary heads idle in eval mode: neither means anything.
     if not idle or output is None or not model.training:
         return
     for name in idle:  # from now on they compute their own, and get no gradient when they are not called
-        del layers[name]
+        layers.pop(name, None)
     _warn_of_replaced(model, idle)
     eager = set(_modules_outside_compiled_ones(model))
     if unused := [name for name, layer in idle.items() if layer in eager]:
@@ -87,6 +88,11 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
             "step. If it uses their weights directly, leave them out with where=",
             stacklevel=2,
         )
+
+
+def _is_ours(prepared: Any) -> bool:
+    """Whether a weight was prepared, and by this thread: another's model may not have come to the layer yet."""
+    return prepared is not None and prepared[1][0] == get_ident()
 
 
 def _warn_of_replaced(model: nn.Module, idle: dict[str, nn.Module]) -> None:

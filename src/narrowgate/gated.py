@@ -7,6 +7,7 @@ parameters keep their names, so an ordinary checkpoint loads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -41,9 +42,12 @@ class GatedLayer(nn.Module):
         )
 
     def stamp(self) -> list[object]:
-        """Another one after weight or bias were overwritten, as by a model that normalises a weight in its forward."""
+        """Another one after weight or bias were overwritten, as by a model that normalises a weight in its forward.
+
+        And in another thread: a graph that two of them share can't be gone through backwards by both.
+        """
         tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
-        return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
+        return [get_ident(), *((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)]
 
     def scaled(self, out: Tensor | None, into: Tensor | None) -> Effective:
         """Weight and bias times the given factors of output and input channels."""
@@ -239,4 +243,10 @@ def autocast_dtype(weight: Tensor) -> torch.dtype | None:
 
 def has_gate(module: nn.Module) -> bool:
     """Whether a layer has a gate of its own, on its outputs or inputs."""
-    return any(isinstance(module._modules.get(key), Gate) for key in ("gate", "gate_in"))
+    return any(gate_at(module, key) is not None for key in ("gate", "gate_in"))
+
+
+def gate_at(module: nn.Module, key: str) -> Gate | None:
+    """A layer's own gate under ``gate`` or ``gate_in``; what ``torch.jit`` compiled has none, and no such table."""
+    gate = None if isinstance(module, torch.jit.ScriptModule) else module._modules.get(key)
+    return gate if isinstance(gate, Gate) else None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from narrowgate.batched import nan_message
 from narrowgate.dtensors import is_gathered, is_sharded, put_, whole_each
+from narrowgate.gated import gate_at
 from narrowgate.gates import Gate, GroupGate
 
 
@@ -123,10 +124,10 @@ def gates_of(model: nn.Module) -> Gates:
     gates: dict[str, Gate] = {}
     for name, module in model.named_modules():
         for key, suffix in (("gate_in", ".inputs"), ("gate", "")):
-            gate = module._modules.get(key)
+            gate = gate_at(module, key)
             if isinstance(gate, GroupGate):
                 gates.setdefault(gate.label, gate.shared)
-            elif isinstance(gate, Gate):
+            elif gate is not None:
                 gates[name + suffix] = gate
     if not gates:
         raise ValueError("this model has no gates; call attach_gates_ first")

@@ -26,6 +26,8 @@ def tensors_of(model: nn.Module, *, persistent: bool = False) -> list[tuple[str,
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``'s wrapper, which puts a word before every name; any other model itself."""
+    if isinstance(model, torch.jit.ScriptModule):  # its children are in no dictionary; who can't take it says so
+        return model
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
 
