@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _compare_keep import Kept, in_order, keep
 from _compare_lines import lines_added
 from _compare_methods import NETWORKS, Job
 from _compare_page import PAGE, blocks, lines_table, markdown, results_of
@@ -21,28 +22,34 @@ from narrowgate.reproduce.page import between_markers
 Record = dict[str, Any]
 
 
-def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
-    """Points, verdicts, and by name what is missing or failed."""
+def gather(jobs: Sequence[Job], work: Work, about: Record, last: Path | None = None) -> Record:
+    """Points, verdicts, and by name what is missing or failed.
+
+    Args:
+        last: an earlier result, whose points stand in for those that have no run in the work folder.
+    """
     path = work.folder / "settings.json"
     if not path.exists():
         raise WorkError(f"{work.folder} holds no runs: run them first, without --collect")
     settings = json.loads(path.read_text())
     runs = {job: found for job in jobs if (found := work.read(job)) is not None}
     times = {job: json.loads(work.latency(job).read_text()) for job in runs if work.latency(job).exists()}
+    kept = Kept() if last is None else keep(last, settings, runs)
     networks = {}
     for name in dict.fromkeys(job.network for job in jobs):
-        points = points_of(name, runs, times)
+        new = [{"date": about["date"][:10]} | point for point in points_of(name, runs, times)]
+        points = in_order(name, [*new, *kept.points.get(name, [])])
         networks[name] = {"title": NETWORKS[name].title, **summary_of(name, points), "points": points}
     return {
         "what": "pruning from the same start for as many epochs",
-        "about": {**about, "torch_pruning": version()},
+        "about": {**about, "torch_pruning": version() or kept.torch_pruning},
         "settings": settings,
-        "devices": sorted({run.get("device", settings["device"]) for run in runs.values()}),
+        "devices": sorted({*(run.get("device", settings["device"]) for run in runs.values()), *kept.devices}),
         "judged_on": "held-out training" if settings["validation"] else "test",
-        "seeds": list(dict.fromkeys(job.seed for job in runs)),
-        "runs": len(runs),
-        "core_hours": round(sum(run.get("seconds", 0.0) for run in runs.values()) / 3600, 2),
-        "missing": {job.name: work.last_words(job) for job in jobs if job not in runs},
+        "seeds": sorted({seed for found in networks.values() for point in found["points"] for seed in point["seeds"]}),
+        "runs": len(runs) + len(kept.runs),
+        "core_hours": round(sum(run.get("seconds", 0.0) for run in [*runs.values(), *kept.runs]) / 3600, 2),
+        "missing": {job.name: work.last_words(job) for job in jobs if job not in runs and not kept.holds(job)},
         "failed": {job.name: run["failure"] for job, run in runs.items() if "failure" in run},
         "lines": lines_added(),
         "networks": networks,
@@ -51,7 +58,7 @@ def gather(jobs: Sequence[Job], work: Work, about: Record) -> Record:
 
 def write_all(record: Record, family: str, out: Path | None) -> list[str]:
     """JSON, Markdown and plot, into a folder or where the documentation has them; what was written."""
-    result = results_of(family) if out is None else results_of(family, out)
+    result = results_of(family, out)
     write_json(result, record)
     page = result.with_suffix(".md")
     page.write_text(

@@ -169,6 +169,14 @@ _LENET_PLAIN = {
         0.6,
         _rival("group-lasso", 'gates.inputs=["conv2","fc1"]'),
     ),
+    # The same strengths by steps that end at zero, without a threshold, and with no group of conv2's inputs.
+    "group-lasso-steps": Method(
+        "group lasso, proximal",
+        _STRENGTH,
+        (1e-3, 2e-3, 4e-3, 6e-3),
+        0.6,
+        _rival("group-lasso", "penalty.proximal=true", "finish.threshold=0.0"),
+    ),
 }
 
 _LENET_NORM = {

@@ -16,9 +16,9 @@ PAGE = ROOT / "docs" / "comparison-methods.md"
 _VERDICTS = {"rival": "the rival", "mixed": "mixed: see below"}
 
 
-def results_of(family: str, folder: Path = ROOT / "benchmarks") -> Path:
-    """Where a family's result lies."""
-    return folder / f"compare_{family}.json"
+def results_of(family: str, folder: Path | None = None) -> Path:
+    """Where a family's result lies: in a folder, or where the documentation has it."""
+    return (folder or ROOT / "benchmarks") / f"compare_{family}.json"
 
 
 def markdown(record: Record) -> str:
@@ -29,7 +29,7 @@ def markdown(record: Record) -> str:
         f"Made by `{made['command']}` ({made['date'][:10]}, Torch-Pruning {made['torch_pruning'] or 'missing'}): "
         f"{settings['epochs']} epochs for every method, trained with {devices}, "
         f"{_images(settings)} training images, seeds {', '.join(map(str, record['seeds']))}, judged on "
-        f"{record['judged_on']} images. {_timed_on(record)}",
+        f"{record['judged_on']} images. {_dates(record)}{_timed_on(record)}",
         *(line for name, found in record["networks"].items() for line in _network(name, found)),
     ]
     if record["missing"]:
@@ -37,6 +37,12 @@ def markdown(record: Record) -> str:
     for job, why in record["failed"].items():
         parts.append(f"Failed: `{job}`: {why}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _dates(record: Record) -> str:
+    """When the runs were made, where that was not at once."""
+    dates = sorted({point["date"] for found in record["networks"].values() for point in found["points"]})
+    return f"Runs are of {' and '.join(dates)}. " if len(dates) > 1 else ""
 
 
 def _timed_on(record: Record) -> str:
@@ -85,7 +91,7 @@ def _noise(found: Record) -> str:
         return f"{noise} The dense network has not run."
     return (
         f"{noise} The dense network has {100 * found['dense_accuracy']:.2f} %; points below "
-        f"{100 * found['floor']:.2f} % are in the second table, not in the first."
+        f"{100 * found['floor']:.2f} % are in the table of all points only."
     )
 
 

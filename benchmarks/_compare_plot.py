@@ -17,8 +17,9 @@ _COLOURS = {
     "sparse-selection": "#17a2a8",
     "ista": "#b03a7a",
     "group-lasso": "#7a5230",
+    "group-lasso-steps": "#e08214",
 }
-_MARKERS = dict(zip(_COLOURS, "os^vDPX*<", strict=True))
+_MARKERS = dict(zip(_COLOURS, "os^vDPX*<>", strict=True))
 
 
 def draw(record: dict[str, Any], stem: Path) -> list[Path]:

@@ -8,7 +8,8 @@
 Each run is a process of its own and ends as a file in the work folder, so that a second call does only what is left.
 When all runs are done the networks of the first seed are timed, one by one. ``--collect`` makes
 ``benchmarks/compare_NETWORK.json`` and ``.md`` and ``docs/img/compare-NETWORK.png`` and ``.svg`` of what there is,
-names what is missing, and brings ``docs/comparison-methods.md`` up to date. Settings are chosen with
+names what is missing, and brings ``docs/comparison-methods.md`` up to date; with ``--keep``, points of the last table
+that have no runs in the work folder stay, so that one method can be run again. Settings are chosen with
 ``--validation 5000``: such runs hold out training images and never see the test set.
 
 Needs the package with its ``train`` and ``report`` extras, and torch-pruning. What is compared, and how:
@@ -75,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, help="seconds after which runs are stopped and nothing starts")
     parser.add_argument("--seconds", type=float, default=2.0, help="for timing a network at one batch size")
     parser.add_argument("--collect", action="store_true", help="make table and plot from the runs that there are")
+    parser.add_argument("--keep", action="store_true", help="with --collect: points without runs stay as they are")
     parser.add_argument("--out", type=Path, help="folder for them, and no page (default benchmarks/ and docs/)")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -123,8 +125,14 @@ def one(options: argparse.Namespace, work: Work, job: Job) -> None:
 def collect(options: argparse.Namespace, jobs: list[Job], work: Work) -> None:
     """Write the result, its tables and its plot."""
     from _compare_collect import gather, write_all
+    from _compare_page import results_of
 
-    for line in write_all(gather(jobs, work, about()), options.network, options.out):
+    last = results_of(options.network, options.out) if options.keep else None
+    try:
+        found = gather(jobs, work, about(), last)
+    except WorkError as error:
+        sys.exit(str(error))
+    for line in write_all(found, options.network, options.out):
         print(line)
 
 

@@ -77,7 +77,8 @@ def test_the_rivals_are_all_there():
     everyone = {name for network in NETWORKS.values() for name in network.methods}
     from narrowgate.rivals.methods import METHODS
 
-    assert everyone == {*METHODS, "dense", "torch-pruning", "narrowgate-l1", "narrowgate-bounded-l1"} - {"bounded-l1"}
+    ours = {"narrowgate-l1", "narrowgate-bounded-l1"}
+    assert everyone == {*METHODS, "group-lasso-steps", "dense", "torch-pruning", *ours} - {"bounded-l1"}
 
 
 # --- runs
@@ -183,6 +184,22 @@ def test_calls_go_on_where_they_were_and_a_deadline_stops_them(images, tmp_path,
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md", ".png", ".svg"}
     with pytest.raises(SystemExit, match="choose another folder"):
         main(*call, "--epochs", "3")
+    (tmp_path / "work" / "jobs" / "lenet5_magnitude_1_seed0.json").unlink()
+    main(*call)  # both again
+    (tmp_path / "work" / "jobs" / "lenet5_magnitude_1_seed0.json").unlink()
+    result = tmp_path / "out" / "compare_lenet5.json"
+    point["date"] = "2026-01-02"  # as one that was kept before
+    result.write_text(json.dumps(made))
+    main(*base, "--collect", "--keep", "--out", str(tmp_path / "out"))
+    kept = json.loads((tmp_path / "out" / "compare_lenet5.json").read_text())
+    assert [point["method"] for point in kept["networks"]["lenet5"]["points"]] == ["dense", "magnitude"]
+    assert kept["networks"]["lenet5"]["points"][1] == point and kept["runs"] == 3 and not kept["missing"]
+    assert f"Runs are of 2026-01-02 and {made['about']['date'][:10]}." in result.with_suffix(".md").read_text()
+    with pytest.raises(SystemExit, match="to keep points of: leave --keep out"):
+        main(*base, "--collect", "--keep", "--out", str(tmp_path / "nothing"))
+    Work(tmp_path / "other").settings({**made["settings"], "epochs": 3})
+    with pytest.raises(SystemExit, match="has epochs = 2, the new runs 3: nothing is kept"):
+        main(*base, "--collect", "--keep", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "other"))
 
 
 def test_a_folder_of_other_runs_is_refused(tmp_path):

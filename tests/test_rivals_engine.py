@@ -50,6 +50,13 @@ def test_a_run_ends_with_fewer_channels_and_the_same_function(tmp_path, images, 
     assert small(torch.rand(2, 1, 28, 28)).isfinite().all()
 
 
+def test_group_lasso_by_steps_needs_no_threshold(tmp_path, images):
+    settings = ("penalty.proximal=true", "penalty.strength=0.01", "finish.threshold=0.0", "finish.finetune_epochs=0")
+    result = train(text_of("group-lasso"), tmp_path / "run", images, *TINY, "train.epochs=8", *settings)
+    assert result.parameters < 0.9 * result.parameters_full and result.max_error < 1e-4
+    assert result.closed > 0 and result.closed_by_threshold == 0
+
+
 def test_there_is_a_recipe_for_each_method():
     assert sorted(path.stem.removeprefix("rival-mnist-") for path in RECIPES.glob("rival-mnist-*")) == sorted(SETTINGS)
     assert set(METHODS) == {*SETTINGS, "bounded-l1"}
@@ -59,7 +66,8 @@ def test_there_is_a_recipe_for_each_method():
 @pytest.mark.parametrize("method", SETTINGS)
 def test_one_flag_makes_one_methods_recipe_anothers(method, other):
     before = Recipe.from_toml(text_of(method))
-    after = Recipe.from_toml(text_of(method), [f"method.name={other}", "penalty.sigma=1.0"])
+    kind = ["optimizer.kind=sgd"] * (other == "sparse-selection")  # the one that needs it
+    after = Recipe.from_toml(text_of(method), [f"method.name={other}", "penalty.sigma=1.0", *kind])
     fresh = Recipe.from_toml(
         f'[model]\nname = "lenet5"\n[data]\nsource = "mnist"\n[train]\nepochs = 1\n[method]\nname = "{other}"\n'
     )
@@ -78,6 +86,20 @@ def test_one_flag_makes_one_methods_recipe_anothers(method, other):
     assert after.optimizer.lr == before.optimizer.lr
 
 
+def test_a_flag_leaves_the_optimizer_alone():
+    with pytest.raises(RecipeError, match=r'optimizer.kind = "adamw" .* needs optimizer.kind = "sgd"; set it, with a'):
+        Recipe.from_toml(text_of("l0"), ["method.name=sparse-selection"])
+    assert Recipe.from_toml(text_of("l0"), ["method.name=slimming"]).optimizer.kind == "adamw"
+
+
+@pytest.mark.parametrize("how", [["method.name=slimming", "budget.target=params: 9%"], ["budget.target=flops: 9%"]])
+def test_a_budget_on_the_command_line_takes_the_place_of_a_methods_share(how):
+    text = text_of("slimming").replace("close = ", "# close = ")
+    for order in (how, how[::-1]):
+        recipe = Recipe.from_toml(text, order)
+        assert recipe.finish.close == 0 and recipe.budget.target and recipe.method.name == "slimming"
+
+
 def test_a_later_flag_has_the_last_word():
     recipe = Recipe.from_toml(text_of("ista"), ["penalty.strength=0.25", "method.name=slimming"])
     assert (recipe.method.name, recipe.penalty.strength, recipe.penalty.proximal) == ("slimming", 0.25, False)
@@ -91,7 +113,7 @@ def test_a_later_flag_has_the_last_word():
         ("magnitude", ["finish.close=1"], ["finish.close = 1", "below 1"]),
         ("slimming", ["gates.kind=exponential"], ["gates.kind", 'that method has gates.kind = "linear"']),
         ("magnitude", ["penalty.strength=0.1"], ["that method has penalty.strength = 0.0", "method.name"]),
-        ("sparse-selection", ["optimizer.kind=adamw"], ['that method has optimizer.kind = "sgd"']),
+        ("sparse-selection", ["optimizer.kind=adamw"], ['that method needs optimizer.kind = "sgd"']),
         ("nimming", [], ['method.name = "nimming"', "must be", 'did you mean "slimming"?']),
         ("group-lasso", ["budget.target='params: 30%'"], ["budget.target", "use finish.close instead"]),
         ("group-lasso", ["shrink.when=during"], ["shrink.when", "nothing goes before the end"]),
@@ -162,11 +184,6 @@ def test_gates_after_a_norm_weigh_the_parameters_of_the_layer_before_it():
         ("l0", ["penalty.factors={ conv7 = 2.0 }"], ["penalty.factors has 'conv7', where no gate is", "fc2.inputs"]),
         ("sparse-selection", ["gates.init=0.0"], ["scaling factors start above 0"]),
         ("sparse-selection", ["gates.groups=['blocks']"], ["no blocks to gate in LeNet5"]),
-        (
-            "group-lasso",
-            ["penalty.proximal=true"],
-            ["penalty.proximal = true", "overlap", "leave penalty.proximal out"],
-        ),
         ("magnitude", ["gates.skip=['*']"], ["no convolution or linear layer whose filters could be pruned"]),
     ],
 )

@@ -329,7 +329,7 @@ def test_group_lasso_moves_filters_by_their_norm(proximal):
     assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()), **CLOSE)
 
 
-def test_a_filter_at_zero_stays_there_and_overlapping_groups_take_no_proximal_step():
+def test_a_filter_at_zero_stays_there():
     model = LeNet5(bias=False).double()
     filters = filters_of(model, 2)
     assert {name: filters[name].size for name in filters} == {"conv1": 20, "conv2": 50, "fc1.inputs": 800, "fc1": 500}
@@ -341,12 +341,22 @@ def test_a_filter_at_zero_stays_there_and_overlapping_groups_take_no_proximal_st
     assert_same(
         model.fc1.weight.grad[7, 5], 0.5 * model.fc1.weight[7, 5] * (1 / column.norm() + 1 / row.norm()), **CLOSE
     )
-    with pytest.raises(ValueError, match="filters and input columns of one layer overlap"):
-        ng.Penalty(filters, "l1", 0.5).proximal_(0.1)
     with pytest.raises(ValueError, match="its weights are gone"):
         filters["conv1"].open_least_closed_()
     with pytest.raises(ValueError, match="order is 1 or 2, got 3"):
         filters_of(model, 3)
+
+
+def test_a_weight_in_two_groups_is_shrunk_by_both_and_small_groups_reach_zero():
+    model = LeNet5(bias=False).double()
+    with torch.no_grad():
+        model.fc1.weight[7] *= 1e-3
+        model.fc1.weight[:, 5] *= 1e-3
+    before = model.fc1.weight.detach().clone()
+    ng.Penalty(filters_of(model, 2), "l1", 0.5).proximal_(0.1)
+    rows, columns = ((1 - 0.05 / before.norm(dim=axis)).clamp(min=0) for axis in (1, 0))
+    assert_same(model.fc1.weight.detach(), before * rows[:, None] * columns, **CLOSE)
+    assert (rows == 0).nonzero().tolist() == [[7]] and (columns == 0).nonzero().tolist() == [[5]]
 
 
 def test_filters_of_gpt_2s_layers_are_columns():

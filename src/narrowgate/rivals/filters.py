@@ -92,26 +92,27 @@ class Filters(Gates):
         """The weights, each once, for an optimizer group of their own."""
         return list({id(gate.weight): gate.weight for gate in self._filters()}.values())
 
-    @property
-    def overlap(self) -> bool:
-        """Whether a weight has both its filters and its input columns among them."""
-        return len(self.parameters()) < len(self)
-
     def flat(self) -> Tensor:
         """All norms as one vector, on the first one's device."""
         return torch.cat([gate.g.to(self._filters()[0].weight.device) for gate in self._filters()])
 
     @torch.no_grad()
     def assign_(self, flat: Tensor) -> None:
-        """Scale every group so that it has the norm given; one of norm 0 stays 0."""
-        if self.overlap:
-            raise ValueError("filters and input columns of one layer overlap: a proximal step can't serve both")
-        for gate, new in zip(self._filters(), torch.split(flat, [gate.size for gate in self.modules()]), strict=True):
-            old = gate.g
-            gate.scale_(torch.where(old > 0, new.to(old) / old, torch.zeros_like(old)))
+        """Scale every group by the ratio of the norm given to the one it has; one of norm 0 stays 0.
+
+        A weight that is both in a filter and in an input column is multiplied by both ratios.
+        """
+        pieces = torch.split(flat, [gate.size for gate in self.modules()])
+        factors = [_ratio(new, gate.g) for gate, new in zip(self._filters(), pieces, strict=True)]  # before any changes
+        for gate, factor in zip(self._filters(), factors, strict=True):
+            gate.scale_(factor)
 
     def _filters(self) -> list[FilterGate]:
         return cast("list[FilterGate]", self.modules())
+
+
+def _ratio(new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(old > 0, new.to(old) / old, torch.zeros_like(old))
 
 
 def filters_of(model: nn.Module, order: int, where: Where | None = None, inputs: Where | None = None) -> Filters:

@@ -92,7 +92,7 @@ def with_method(tables: dict[str, dict[str, object]], replace: bool) -> dict[str
             continue  # the budget closes as many gates as its size needs
         table, _, name = key.partition(".")
         values = filled.setdefault(table, {})
-        if replace and key in method.fixed:
+        if replace and key in method.fixed and table in REPLACED:
             values[name] = value
         values.setdefault(name, value)
     return filled

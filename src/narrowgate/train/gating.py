@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from narrowgate.attach import attach_gates_
 from narrowgate.gateset import Gates
-from narrowgate.rivals.filters import Filters, filters_of
+from narrowgate.rivals.filters import filters_of
 from narrowgate.rivals.scaling import use_scaling_gates_
 from narrowgate.rivals.wiring import memory_weights, rescale_
 from narrowgate.sites import norms_that_follow
@@ -32,13 +32,6 @@ def attach(recipe: Recipe, model: nn.Module, example: Tensor) -> Gates | None:
         raise RecipeError(
             f"the gates of the recipe don't fit the network: {error}{_remedy(recipe)}", "gates.kind"
         ) from error
-    stepped = recipe.penalty.proximal and recipe.penalty.strength
-    if stepped and isinstance(gates, Filters) and gates.overlap:
-        raise RecipeError(
-            f'penalty.proximal = true with gates.kind = "{part.kind}": filters and input columns of one layer of '
-            f"{recipe.model.name} overlap, and one step can't serve both; leave penalty.proximal out",
-            "penalty.proximal",
-        )
     if part.rescale != 1 and not rescale_(model, example, part.rescale):
         raise RecipeError(
             f"gates.rescale = {part.rescale:g}: behind no BatchNorm of {recipe.model.name} are only ReLU, pooling and "
