@@ -416,6 +416,18 @@ def test_a_group_that_is_worth_much_does_not_stand_in_the_way_of_small_ones():
     assert (gates["groups"].value()[:2] == 0).tolist() == [True, False]
 
 
+def test_a_target_that_turns_out_to_be_out_of_reach_is_told():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 60), nn.ReLU(), nn.Linear(60, 10))
+    rows = {"few": range(10), "many": range(10, 60)}
+    listed = {name: [("1.weight", 0, [*each]), ("1.bias", 0, [*each])] for name, each in rows.items()}
+    gates = ng.attach_gates_(model, groups=listed)
+    budget = Budget("params: 50%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1)  # without the many
+    with torch.no_grad():
+        gates["groups"].g.copy_(torch.tensor([0.1, 0.9]))
+    with pytest.warns(UserWarning, match=r"83\.\d% are left, above the target of 50.0%: .* or raise the target"):
+        budget.step(0)
+
+
 def test_few_plans_are_made(monkeypatch):
     model, gates = gated()
     budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 300)
@@ -512,6 +524,10 @@ def test_targets_out_of_reach_and_wrong_runs_are_named():
         Budget("params: 10%", model, EXAMPLE, penalty, 10)
     with pytest.raises(ValueError, match="epochs"):
         Budget("params: 90%", model, EXAMPLE, penalty, 0)
+    lenet = models.LeNet5()
+    tiny = ng.Penalty(ng.attach_gates_(lenet), "l1", 1e-3)
+    with pytest.raises(ValueError, match=r"out of reach.* 0\.0\d*[1-9]\d*% remain"):
+        Budget("params: 0.001%", lenet, torch.zeros(2, 1, 28, 28), tiny, 10)
     assert gates.closed_fraction() == 0  # trying left no trace
 
 

@@ -139,6 +139,18 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch, images):
     assert train(LENET, folder, images, "train.epochs=1", resume=True).accuracy == result.accuracy
 
 
+def test_a_finished_run_whose_small_network_was_lost_ends_once_more(tmp_path, images):
+    train(LENET, tmp_path / "run", images, "train.epochs=1")
+    before = outcome(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "small")
+    train(LENET, tmp_path / "run", images, "train.epochs=1", resume=True)
+    assert outcome(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run" / "small")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # to have room: that is no reason to train it again
+    train(LENET, tmp_path / "run", images, "train.epochs=1", resume=True)
+    assert not (tmp_path / "run" / "small").exists()
+
+
 def test_fine_tuning_that_went_wrong_is_done_anew(tmp_path, images):
     """Its settings may change until there is a result, and lead to what a run with them from the start has."""
     settings = ("train.epochs=2", "finish.finetune_epochs=1")

@@ -165,6 +165,15 @@ def test_an_optimizer_without_the_gates_is_refused():
         check_optimizer(torch.optim.SGD(weights, 0.1), model)
 
 
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS"])
+def test_an_optimizer_that_cannot_be_cut_is_refused_before_the_run(kind):
+    model = network()
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    with pytest.raises(ValueError, match=f"{kind} keeps"):
+        Narrowing(model, EXAMPLE, Settings(strength=0.1), EPOCHS).use_(optimizer)
+    Narrowing(model, EXAMPLE, Settings(strength=0.1, shrink="end"), EPOCHS).use_(optimizer)
+
+
 def test_a_proximal_step_goes_by_each_gates_own_learning_rate():
     model = network(closed=1000)
     gates = ng.gates_of(model)

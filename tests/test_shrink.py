@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from flow_helpers import Net, assert_same_function, count, image
+from flow_helpers import Net, assert_same_function, assert_untouched, count, image
 from helpers import spread_gates_
 from torch import nn
 from torch.nn import functional as F
@@ -338,6 +338,36 @@ def test_lbfgs_is_refused_before_the_run():
     model, _ = gated()
     with pytest.raises(ValueError, match="LBFGS keeps"):
         Shrinker(model, image(), torch.optim.LBFGS(model.parameters()))
+
+
+def test_adafactor_is_refused_before_the_run():
+    model, _ = gated()
+    with pytest.raises(ValueError, match=r"Adafactor keeps sums over rows and columns.* with another optimizer"):
+        Shrinker(model, image(), torch.optim.Adafactor(model.parameters()))
+
+
+class OfRows(torch.optim.SGD):
+    """Remembers something of rows, from its first step on."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = torch.ones(2, len(parameter))
+
+
+def test_an_optimizer_whose_state_turns_out_not_to_follow_does_not_end_the_run():
+    model, gates = gated()
+    optimizer = OfRows(model.parameters(), 0.01)
+    shrinker = Shrinker(model, image(), optimizer, every=1)
+    train(model, optimizer, data(1))
+    close_(gates)
+    before = copy.deepcopy(model)
+    with pytest.warns(ShrinkWarning, match=r"not cut.* OfRows keeps 'rows' of 'stem.weight'.* or remove at the end"):
+        assert shrinker.step(0) is None
+    assert_untouched(model, before)
+    assert shrinker.plan is None and not shrinker.events
+    train(model, optimizer, data(1))
 
 
 def test_digests_tell_structures_apart():

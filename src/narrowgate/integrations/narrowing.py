@@ -26,6 +26,7 @@ from narrowgate.storage import save
 from narrowgate.train.budget import Budget
 from narrowgate.train.finish import remove
 from narrowgate.train.shrink import Shrinker, Shrunk, random_numbers_kept
+from narrowgate.train.shrink import check_optimizer as check_can_be_cut
 from narrowgate.train.size import parse_target
 from narrowgate.train.state import names_in_groups
 
@@ -143,6 +144,8 @@ class Narrowing:
         check_optimizer(optimizer, self.network)
         if not self.gates:
             raise ValueError("no gate would close: all are frozen; set requires_grad on some of gates.parameters()")
+        if self.settings.shrink == "during":
+            check_can_be_cut(self.network, optimizer)
         self.optimizer = optimizer
         self.example_inputs = cast(on_device_of(self.network, self.example_inputs))
         self.shrinker.example_inputs, self.shrinker.optimizer = self.example_inputs, optimizer

@@ -149,8 +149,8 @@ class Budget:
         least = self.size.left(ranks, ranks.most)
         if least > self.target + self.size.rough:
             raise ValueError(
-                f"the target {target!r} is out of reach: with one open gate left in each layer, {least:.1%} remain. "
-                "Gate more layers, or raise the target"
+                f"the target {target!r} is out of reach: with one open gate left in each layer, {100 * least:.3g}% "
+                "remain. Gate more layers, or raise the target"
             )
 
     @property
@@ -245,6 +245,7 @@ class Budget:
             ranks, known, closed = self.size.gently(ranks, known, closed, self.left)
             closed = self.size.come_nearer(ranks, known, closed)
             self._warn_of_many(closed - ranks.closed, ranks.count - ranks.closed)
+            self._warn_of_miss(known[closed])
         elif self.left < (due := self._due(epoch)) + self.size.rough:
             closed = ranks.closed
         else:
@@ -262,6 +263,16 @@ class Budget:
             warnings.warn(
                 f"the penalty left {self.left:.1%} and the target is {self.target:.1%}, so {closing} of {open_} open "
                 "gates are closed at once, which the network may not get over: let the strength rise faster, or higher",
+                stacklevel=2,
+            )
+
+    def _warn_of_miss(self, left: float) -> None:
+        """What seemed in reach at the start depends on which gate of a layer, or of all branches, becomes largest."""
+        if not self.holding and left > self.target:
+            warnings.warn(
+                f"{left:.1%} are left, above the target of {self.target:.1%}: each layer, and all branches or groups "
+                "together, keep their largest gate, and no other is left to close. Gate more, as the channels beside "
+                "blocks, or raise the target",
                 stacklevel=2,
             )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from narrowgate.atomic import replace_file
+from narrowgate.atomic import replace_file, surviving_folder
 from narrowgate.storage import save as save_small
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
@@ -186,7 +186,11 @@ def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
     if different:
         keys = ", ".join(f"{key} is {there} there and {here} here" for key, (there, here) in different.items())
         raise RecipeError(f"{kept} is not the recipe given ({keys}): resume with that one, or choose another folder")
-    return Result.load(folder) if resume and (folder / RESULT).exists() else None
+    if not resume or not (folder / RESULT).exists():
+        return None
+    # Without its small network, which was lost, it ends once more.
+    lost = surviving_folder(folder / SMALL) is None and bool(Checkpoints(folder / CHECKPOINTS, 1).epochs())
+    return None if lost else Result.load(folder)
 
 
 def _load(fabric: Fabric, recipe: Recipe, path: str | None, download: bool) -> Data | FolderData:

@@ -193,5 +193,6 @@ def _remarks(result: Result) -> list[str]:
         plural = "s" if result.finetune_epochs > 1 else ""
         lines.append(f"Fine-tuning   {result.finetune_epochs} epoch{plural} after the removal")
     processes = f", {result.processes} processes" if result.processes > 1 else ""
-    lines.append(f"Training      {result.epochs} epochs in {duration(result.seconds)} on {result.device}{processes}")
+    epochs = "1 epoch" if result.epochs == 1 else f"{result.epochs} epochs"
+    lines.append(f"Training      {epochs} in {duration(result.seconds)} on {result.device}{processes}")
     return lines

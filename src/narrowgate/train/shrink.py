@@ -19,7 +19,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from narrowgate.flow.compose import compose
 from narrowgate.flow.decide import CollapseError
-from narrowgate.flow.inplace import Optimizers, check_can_follow, compact_, held_by, optimizers_of
+from narrowgate.flow.inplace import (
+    OptimizerError,
+    Optimizers,
+    check_can_follow,
+    compact_,
+    held_by,
+    optimizers_of,
+)
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
@@ -121,7 +128,11 @@ class Shrinker:
             made = self._make_plan()
         if made is None or not made.cuts:
             return None
-        compact_(self.model, made, optimizer=self.optimizer)
+        try:
+            compact_(self.model, made, optimizer=self.optimizer)
+        except OptimizerError as error:  # what it keeps shows only when it has stepped: too late to end a run
+            _warn(f"{error}, or remove at the end with ng.compact")
+            return None
         self._plan = made if self._plan is None else compose(self._plan, made)
         self._seen = self._closed()
         seconds = time.perf_counter() - started
@@ -171,12 +182,13 @@ class Shrinker:
                 self.model, self.example_inputs, constants=self.constants, round_to=self.round_to, training=True
             )
         except (CollapseError, ReplayError, TraceError) as error:
-            warnings.warn(
-                f"the model was not cut, training goes on at its present width: {type(error).__name__}: {error}",
-                ShrinkWarning,
-                stacklevel=3,
-            )
+            _warn(f"{type(error).__name__}: {error}")
             return None
+
+
+def _warn(why: str) -> None:
+    message = f"the model was not cut, training goes on at its present width: {why}"
+    warnings.warn(message, ShrinkWarning, stacklevel=4)
 
 
 @contextmanager
@@ -225,11 +237,18 @@ def _check(model: nn.Module, optimizer: Optimizers, every: int, share: float) ->
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, got {share}")
     for each in optimizers_of(optimizer):
-        _check_optimizer(model, each)
+        check_optimizer(model, each)
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer, before a run, of which it is known that it can't be cut along with this model."""
     check_can_follow(optimizer)
+    stepped = getattr(optimizer, "optimizer", optimizer)  # the one inside Accelerate's
+    if type(stepped).__name__ == "Adafactor":  # PyTorch's and transformers'; with others it shows at the first cut
+        raise OptimizerError(
+            "Adafactor keeps sums over rows and columns, which can't be cut along: remove after training with "
+            "ng.compact, or train with another optimizer"
+        )
     if held_by(optimizer).isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
             f"{type(optimizer).__name__} holds no parameter of this {type(model).__name__}, so its state could not be "
