@@ -130,6 +130,10 @@ WRONG = {
         {"classes": np.array(["cat", "dog"])},
         "y_train holds labels from 0 to 3, but there are 2 classes; .* 0 to 1",
     ),
+    "huge": (
+        {"y_train": np.where(np.arange(60) == 7, 5_000_000, np.arange(60) % 4)},
+        "y_train holds the label 5000000, but there are 60 training images; count classes from 0, or give the names",
+    ),
     "unknown": ({"y_test": np.arange(20) % 5}, "y_test holds labels from 0 to 4, but there are 4 classes; .* 0 to 3"),
     "count": ({"y_train": np.zeros(59, int)}, "x_train holds 60 images but y_train 59 labels"),
     "empty": ({"x_test": np.zeros((0, 6, 5, 3), np.uint8), "y_test": np.zeros(0, int)}, "x_test is empty"),

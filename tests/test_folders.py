@@ -148,3 +148,28 @@ def test_a_damaged_image_is_named(root, workers):
     path.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"1.png can't be read as an image \(it is of no known kind\); replace"):
         list(load(root, workers=workers).loader("test", 2))
+
+
+def test_damage_that_pil_has_no_error_of_its_own_for_is_named(root):
+    path = root / "val" / "dog" / "0.ppm"
+    path.write_bytes(b"P6 4x 4 255\n" + bytes(48))
+    with pytest.raises(DataError, match=r"0.ppm can't be read as an image \(invalid literal .*replace or remove it$"):
+        list(load(root).loader("test", 1))
+    path.write_bytes(b"P6 99999 99999 255\n" + bytes(48))
+    with pytest.raises(DataError, match=r"0.ppm can't be read as an image \(Image size .*replace or remove it$"):
+        list(load(root).loader("test", 1))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_images_of_more_than_8_bits_do_not_become_white(root, dtype):
+    values = np.linspace(0, 65535, 64).reshape(8, 8).astype(dtype)
+    Image.fromarray(values).save(root / "val" / "dog" / "0.tiff")
+    with pytest.raises(DataError, match=r"0.tiff has grey values of more than 8 bits .* save such images with 8$"):
+        list(load(root).loader("test", 1))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_images_of_other_modes_are_read(root, mode):
+    Image.new("RGB", (8, 8), (255, 0, 0)).convert(mode).save(root / "val" / "cat" / "0.tiff")
+    shapes = {tuple(images.shape) for images, _ in load(root).loader("test", 1)}
+    assert shapes == {(1, 3, 16, 16)}

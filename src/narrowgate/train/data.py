@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCES", "Data", "DataError", "FolderData", "ImageSet", "load_data"]
 
+_MANY_CLASSES = 1000
 SOURCES = ("npz", "mnist", "cifar10", "cifar100", "folder", "digits")
 
 
@@ -180,6 +181,12 @@ def _check(source: str, train: ImageSet, test: ImageSet, named: int, where: str)
     if shape != other:
         raise DataError(f"{where}: training images are {_times(shape)} but test images {_times(other)}")
     classes = known.classes if known is not None else named or int(train.labels.max()) + 1
+    # One wrong label would make a network of as many outputs, which may not fit in memory.
+    if known is None and not named and classes > max(_MANY_CLASSES, len(train)):
+        raise DataError(
+            f"{where}: y_train holds the label {classes - 1}, but there are {len(train)} training images; count "
+            f"classes from 0, or give the names of all as an array {NAMES!r}"
+        )
     check_labels(train.labels, classes, f"{where}: y_train")
     check_labels(test.labels, classes, f"{where}: y_test")
     # A small part of a data set may lack class 0; both parts starting at 1 is another way to count.

@@ -19,6 +19,7 @@ from narrowgate.train.augment import seeded
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPLITS = ("train", "held-out", "test")
 _SIZE = 224
+_DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
         self._files, self._transform, self._seed, self._epoch = files, transform, seed, epoch
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from torchvision.datasets.folder import pil_loader
-
-        path = self._files.paths[index]
-        try:
-            image = pil_loader(path)
-        except OSError as error:
-            why = "it is of no known kind" if "cannot identify" in str(error) else error  # PIL names an object
-            raise DataError(f"{path} can't be read as an image ({why}); replace or remove it") from error
+        image = _read_image(self._files.paths[index])
         # torchvision draws from the global generator: borrow it. torch.manual_seed would reset the GPU's as well.
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seeded("narrowgate crop", self._seed, self._epoch, index).initial_seed())
@@ -177,6 +171,22 @@ class _Images(Dataset[tuple[Tensor, int]]):
             return self._transform(image), self._files.labels[index]
         finally:
             torch.default_generator.set_state(before)
+
+
+def _read_image(path: str) -> Any:
+    """An image in red, green and blue of 8 bits each; DataError names a file that is damaged or has more."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            mode, colours = image.mode, image.convert("RGB")
+    except Exception as error:  # PIL's readers of damaged files raise nearly anything
+        why = " ".join(str(error).split()) or type(error).__name__
+        why = "it is of no known kind" if "cannot identify" in why else why  # PIL names an object
+        raise DataError(f"{path} can't be read as an image ({why}); replace or remove it") from error
+    if mode.partition(";")[0] in _DEEP:  # PIL does not scale them: nearly all of it would be white
+        raise DataError(f"{path} has grey values of more than 8 bits (PIL's mode {mode!r}); save such images with 8")
+    return colours
 
 
 def _transform(size: int, augmented: bool) -> Callable[[Any], Tensor]:

@@ -110,7 +110,7 @@ def check_rate(optimizer: OptimizerPart, lr: LrPart, train: TrainPart) -> None:
         raise refuse("must be increasing epochs", (lr, "drops"))
     if lr.drops and lr.drops[-1] >= train.epochs:
         raise refuse(
-            f"every drop must come before the end, so below {train.epochs}; set lr.drops as well",
+            f"every drop must come before the end, so below {train.epochs}; set lr.drops as well ([] for none)",
             (lr, "drops"),
             (train, "epochs"),
         )

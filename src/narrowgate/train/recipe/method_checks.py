@@ -21,6 +21,8 @@ def check_method(method: MethodPart, parts: Sequence[Part], tables: Mapping[str,
         table, _, name = key.partition(".")
         if tables[table][name] != value:
             remedy = f"that method has {key} = {shown(value)}; leave one of the two out"
+            if table == "optimizer":  # the learning rate is another's
+                remedy = f"that method needs {key} = {shown(value)}; set it, with a learning rate for it"
             raise refuse(remedy, (by_table[table], name), (method, "name"))
 
 

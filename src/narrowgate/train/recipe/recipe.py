@@ -36,6 +36,9 @@ _NOT_IN_DIGEST = {"data": ("path", "workers"), "method": ("name",)}
 [checkpoint] too."""
 
 
+_BEFORE_METHODS = ("method.name", "budget.target")  # what a method fills in depends on these
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run, a part for each table of the TOML file."""
@@ -74,9 +77,10 @@ class Recipe:
         place of what the text says about gates, penalty and the end (``rivals.methods.REPLACED``).
         """
         tables = tables_from(text, source)
-        by_flag = [override for override in overrides if override.partition("=")[0].strip() == "method.name"]
-        overridden = apply_overrides(tables, by_flag)
-        tables = with_method(tables, replace=bool(by_flag))
+        keys = [override.partition("=")[0].strip() for override in overrides]
+        first = [override for override, key in zip(overrides, keys, strict=True) if key in _BEFORE_METHODS]
+        overridden = apply_overrides(tables, first)
+        tables = with_method(tables, replace="method.name" in keys)
         overridden |= apply_overrides(tables, overrides)
         try:
             return cls(**parts_from(tables))  # type: ignore[arg-type]

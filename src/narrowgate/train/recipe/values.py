@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +16,8 @@ from narrowgate.train.recipe.toml import write_value
 
 NONE = "none"
 """How a recipe writes that an optional number is absent; TOML itself has no such value."""
+
+_LARGEST = sys.float_info.max
 
 SCHEDULES: dict[str, type[Constant | Stepped | Exponential | LinearThenExponential]] = {
     "constant": Constant,
@@ -127,7 +129,7 @@ class Number(Kind):
     def takes(self, number: float) -> bool:
         """Whether a number is finite and within the limits."""
         return (
-            math.isfinite(number)
+            -_LARGEST <= number <= _LARGEST  # math.isfinite can't be asked of a whole number beyond all floats
             and (self.low is None or number >= self.low)
             and (self.above is None or number > self.above)
             and (self.high is None or number <= self.high)
