@@ -61,6 +61,16 @@ def test_help_lists_every_command_in_one_screen():
         assert re.search(rf"^. {command} ", result.output, re.MULTILINE)
 
 
+def test_paragraphs_of_help_have_no_line_ends_of_the_code():
+    from typer.main import get_command
+
+    from narrowgate.cli import build_app
+
+    group = get_command(build_app())
+    for command in (group, *group.commands.values()):
+        assert not re.search(r"[^\n]\n[^\n]", command.help), command.name
+
+
 def test_a_misspelt_command_or_option_gets_a_suggestion():
     assert "Did you mean 'inspect'?" in refused("inspct", "lenet5", code=2)
     assert "--batches" in refused("measure", "lenet5", "--batchs", "1", code=2)
@@ -174,6 +184,13 @@ def test_measure_prints_a_table_and_writes_json(saved, tmp_path):
     found = Latency.from_json(file.read_text())
     assert [timing.batch for timing in found.timings] == [1, 2] and found.multiply_adds_left < 0.6
     assert json.loads(file.read_text())["model"] == "LeNet5"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_measure_that_timed_nothing_fails_and_writes_nothing(saved, tmp_path):
+    file = tmp_path / "latency.json"
+    result = invoke("measure", saved, "--model", "lenet5", "--devices", "cuda", "--json", file)
+    assert result.exit_code == 1 and "not timed: cuda" in result.output and not file.exists()
 
 
 def test_measure_of_a_name_zeroes_channels():

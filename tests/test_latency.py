@@ -291,8 +291,19 @@ def test_time_that_follows_the_activations_is_bandwidth():
 def test_advice_only_where_it_is_not_faster():
     assert advice(result(timing(0.5), timing(0.7, batch=64), indexed_layers=3, odd_widths=5)) == []
     lines = advice(result(timing(1.1), timing(0.5, batch=64), indexed_layers=3, odd_widths=5))
-    assert "cpu eager, batch 1 (1.10 of the time)" in lines[0] and "64" not in lines[0]
+    assert lines[0] == "Slower: cpu eager, batch 1 (108% to 112% of the time)."
     assert 'layout="aligned"' in lines[1] and "round_to=8" in lines[2] and "larger batches" in lines[3]
+
+
+def test_what_is_not_clear_is_not_called_slower():
+    noisy = dataclasses.replace(timing(0.8, batch=64), ratio=Spread(0.11, 0.8, 3.42))
+    lines = advice(result(timing(0.5), noisy))
+    assert lines[0] == "No clear difference: cpu eager, batch 64 (11% to 342% of the time)."
+    assert "idle machine" in lines[1] and len(lines) == 2
+    assert [line.partition(":")[0] for line in advice(result(noisy, timing(1.1), odd_widths=2))[:2]] == [
+        "Slower",
+        "No clear difference",
+    ]
 
 
 def test_advice_names_only_what_applies():
@@ -314,9 +325,14 @@ def test_the_table_says_it_all():
     print_latency(result(timing(0.5), timing(1.1, batch=8), missing=missing), rich.Console(file=page, width=80))
     text = page.getvalue()
     assert "25.0% left of 100 multiply-adds" in text and "faster" in text and "slower" in text
-    assert "1000.0" in text and "48% - 52%" in text and "quartiles" in text
-    assert "not timed: cuda eager, graph: PyTorch sees no GPU" in text and "- Not faster: cpu eager, batch 8" in text
+    assert "1000.0" in text and "48%-52%" in text and "quartiles" in text
+    assert "not timed: cuda eager, graph: PyTorch sees no GPU" in text and "- Slower: cpu eager, batch 8" in text
     assert max(map(len, text.splitlines())) <= 80
+    wide = Spread(0.3979, 0.4019, 11.684)
+    noisy = dataclasses.replace(timing(1.0, batch=64), before=wide, after=wide, ratio=Spread(0.11, 0.8, 3.42))
+    page = io.StringIO()
+    print_latency(result(noisy), rich.Console(file=page, width=80))
+    assert "397.9-11684.0" in page.getvalue() and "11%-342%" in page.getvalue()
     page = io.StringIO()
     print_latency(result(timing(0.5), timing(1.1, batch=512)), rich.Console(file=page, width=60))
     text = page.getvalue()

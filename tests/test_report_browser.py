@@ -134,6 +134,12 @@ def test_the_table_sorts_and_opens_runs(open_page, runs):
     assert text(page, "#run h1") == "fifth" and "not finished: 2 of 5" in text(page, "#run .warn")
 
 
+def test_nothing_is_said_of_a_line_that_is_not_there(open_page, runs):
+    page = open_page(runs[0], runs[4])  # the second is not finished
+    legends = page.evaluate("[...document.querySelectorAll('.legend')].map(each => each.innerText).join(' ')")
+    assert "No line: of each data set one run at most is finished." in legends and "Pareto" not in legends
+
+
 def test_the_front_is_drawn_and_its_points_open_runs(open_page, runs):
     page = open_page(*runs)
     best = "[...document.querySelectorAll('.dot.blue')].map(dot => dot.getAttribute('aria-label'))"

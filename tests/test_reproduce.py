@@ -1,6 +1,7 @@
 """The paper's tables from result files: its numbers, what a run's record holds, and a page that is up to date."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -174,6 +175,15 @@ def test_a_log_that_lacks_epochs_is_no_record(finished, tmp_path, lines):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:lines]))
     with pytest.raises(RecordError, match=rf"metrics\.jsonl has {lines} lines for 5 epochs: it is damaged"):
         collect(folder)
+
+
+@pytest.mark.parametrize("name", ["result.json", "small/plan.json", "small/meta.json"])
+@pytest.mark.parametrize("content", ["[]", '{"accuracy": 1.0, "cuts": []}'])
+def test_a_run_whose_files_lack_something_is_no_record(finished, tmp_path, name, content):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(content)
+    with pytest.raises(RecordError, match=r"run can't be read as a run \(\w+: .*\): copy the run again"):
+        collect(tmp_path / "run")
 
 
 def test_a_damaged_result_file_is_named(tmp_path):
@@ -432,6 +442,18 @@ def test_reproduce_prints_ours_beside_the_papers():
     result = CliRunner().invoke(cli.build_app(), ["reproduce", "mnist", "--results", str(RESULTS)])
     assert result.exit_code == 0, result.output
     assert "8-19-117-24" in result.output and "CIFAR" not in result.output
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_tables_are_whole_in_a_terminal_of_any_width(width):
+    rich = pytest.importorskip("rich.console")
+    for table in (each for tables in sections(RESULTS).values() for each in tables):
+        page = io.StringIO()
+        rich.Console(file=page, width=width).print(table.to_fit(width))
+        text = page.getvalue()
+        assert max(map(len, text.splitlines())) <= width and "…" not in text
+        words = {word for row in table.rows for cell in row for word in cell.replace("`", "").split()}
+        assert words <= set(text.split()), table.title
 
 
 def test_reproduce_prints_in_a_locale_without_its_letters():

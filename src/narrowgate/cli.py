@@ -59,8 +59,9 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Make PyTorch networks narrow while they train.
 
-        Trainable gates learn which channels of a network matter; a closed gate makes its filter exactly zero,
-        and what is zero is removed without changing what the network computes.
+        Trainable gates learn which channels of a network matter. A closed gate makes its filter exactly zero.
+
+        What is zero is removed without changing what the network computes.
         """
 
     @app.command(cls=Command)

@@ -115,6 +115,8 @@ def add_commands(app: "typer.Typer") -> None:
         except ChoiceError as error:
             raise typer.BadParameter(str(error)) from None
         print_latency(result, table_console())
+        if not result.timings:
+            raise typer.Exit(1)
         if json is not None:
             replace_file(json, result.to_json().encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -37,11 +38,12 @@ def print_latency(result: Latency, console: Console) -> None:
     for name in ("batch", "before", "after", "time left"):
         table.add_column(name, justify="right")
     table.add_column("")
+    to = "-" if console.width >= 80 else " - "  # where a narrow terminal may end a line
     for timing in result.timings:
         verdict = Text(timing.verdict, style=_COLOURS[timing.verdict])
-        left = f"{timing.ratio.median:.0%}\n{timing.ratio.q1:.0%} - {timing.ratio.q3:.0%}"
+        left = f"{timing.ratio.median:.0%}\n{timing.ratio.q1:.0%}{to}{timing.ratio.q3:.0%}"
         how = f"{timing.device} {timing.mode}"
-        cells = how, str(timing.batch), _ms(timing.before), _ms(timing.after), left
+        cells = how, str(timing.batch), _ms(timing.before, to), _ms(timing.after, to), left
         table.add_row(*cells, verdict)
     if result.timings:
         console.print(table)
@@ -58,10 +60,10 @@ def _print_missing(result: Latency, console: Console) -> None:
         console.print(f"not timed: {device} {', '.join(names)}: {escape(why)}", highlight=False)
 
 
-def _ms(spread: Spread) -> str:
+def _ms(spread: Spread, to: str) -> str:
     digits = 1 if spread.median > 0.1 else 2 if spread.median > 0.01 else 3
     median, q1, q3 = (f"{value * 1e3:.{digits}f}" for value in (spread.median, spread.q1, spread.q3))
-    return f"{median}\n{q1} - {q3}"
+    return f"{median}\n{q1}{to}{q3}"
 
 
 def print_inspection(result: Inspection, console: Console) -> None:
@@ -122,7 +124,7 @@ def _print_groups(result: Inspection, console: Console) -> None:
         more = f" and {len(group.layers) - _FEW} more" if len(group.layers) > _FEW else ""
         names = ", ".join(group.layers[:_FEW])
         unit = "channels" if group.parts == max(widths[name] for name in group.layers) else "parts"
-        console.print(f"  [cyan]group {group.number}[/], {group.parts} {unit}: {escape(names)}{more}", highlight=False)
+        _print_item(f"[cyan]group {group.number}[/], {group.parts} {unit}: {escape(names)}{more}", console)
 
 
 def _print_walls(result: Inspection, console: Console) -> None:
@@ -130,4 +132,9 @@ def _print_walls(result: Inspection, console: Console) -> None:
     console.print("\n[bold]Walls[/], where channels stay at full width" + ("" if kinds else ": none"))
     for (op, why), layers in kinds.items():
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-        console.print(f"  [red]{escape(op)}[/] ({escape(why)}): {escape(', '.join(layers[:3]))}{more}", highlight=False)
+        _print_item(f"[red]{escape(op)}[/] ({escape(why)}): {escape(', '.join(layers[:3]))}{more}", console)
+
+
+def _print_item(text: str, console: Console) -> None:
+    """A line of a list; what it goes on with in a narrow terminal is as far in."""
+    console.print(Padding.indent(Text.from_markup(text), 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from narrowgate.measure.timings import Latency, Timing
 
 _SMALL_BATCH = 8
+_NOTHING = "Nothing in the network explains it: compare on an idle machine, with more --rounds."
 _NEAR = 0.05  # shares of time and of activations that are alike
 
 
@@ -13,12 +14,15 @@ def advice(result: Latency) -> list[str]:
     not_faster = [timing for timing in result.timings if timing.verdict != "faster"]
     if not not_faster:
         return []
-    lines = [f"Not faster: {'; '.join(map(_place, not_faster))}."]
+    where = [_places(not_faster, verdict) for verdict in ("slower", "no clear difference")]
+    return [line for line in where if line] + (_remedies(result, not_faster) or [_NOTHING])
+
+
+def _remedies(result: Latency, not_faster: list[Timing]) -> list[str]:
     if result.multiply_adds_left > 0.95:
-        lines.append(
-            f"{result.multiply_adds_left:.0%} of the multiply-adds are left, so there is little to gain: prune more."
-        )
-        return lines
+        left = f"{result.multiply_adds_left:.0%} of the multiply-adds are left"
+        return [f"{left}, so there is little to gain: prune more."]
+    lines = []
     if result.indexed_layers:
         lines.append(
             f"{result.indexed_layers} layers pick their channels by index, which takes time: plan with "
@@ -30,8 +34,6 @@ def advice(result: Latency) -> list[str]:
     launches = {t.batch for t in not_faster if t.device == "cuda" and t.mode == "eager"}
     if launches:
         lines.append("On a GPU, eager runs mostly wait for launches: use a CUDA graph, or torch.compile.")
-    if len(lines) == 1:
-        lines.append("Nothing in the network explains it: compare on an idle machine, with more --rounds.")
     return lines
 
 
@@ -84,5 +86,11 @@ def _larger_batches(result: Latency, not_faster: list[Timing]) -> list[str]:
     return []
 
 
-def _place(timing: Timing) -> str:
-    return f"{timing.device} {timing.mode}, batch {timing.batch} ({timing.ratio.median:.2f} of the time)"
+def _places(timings: list[Timing], verdict: str) -> str:
+    """Where a verdict was found, with the middle half of the ratios; empty if nowhere."""
+    found = [
+        f"{t.device} {t.mode}, batch {t.batch} ({t.ratio.q1:.0%} to {t.ratio.q3:.0%} of the time)"
+        for t in timings
+        if t.verdict == verdict
+    ]
+    return f"{verdict.capitalize()}: {'; '.join(found)}." if found else ""

@@ -31,7 +31,7 @@ def reproduce(what: str, results: Path, out: Path | None, page: Path | None) -> 
     for name in SECTIONS:
         if what in (name, "all"):
             for table in tables[name]:
-                console.print(table.to_rich())
+                console.print(table.to_fit(console.width), highlight=False)
                 console.print()
     if what in ("figures", "all") and out is not None:
         from narrowgate.reproduce.figures import draw_all

@@ -50,6 +50,15 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     missing = [name for name in (METRICS, RESULT, f"{SMALL}/{PLAN}") if not (folder / name).is_file()]
     if missing:
         raise RecordError(f"{folder} is not a finished run, it lacks {', '.join(missing)}: go on with --resume")
+    try:
+        return _record(folder, base, dataset)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{folder} can't be read as a run ({type(error).__name__}: {error}): copy the run again"
+        ) from error
+
+
+def _record(folder: Path, base: Path | None, dataset: str) -> dict[str, Any]:
     recipe = Recipe.load(folder / RECIPE).without_places()
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)

@@ -79,7 +79,9 @@ function tradeOff(runs, fronts, open) {
       .map((run, i) => ({ run, i, x: run.after[key], y: run.after.accuracy }))
       .filter((point) => point.run.finished && known(point.x) && known(point.y));
   const onFront = () => new Set(fronts[key].flat());
-  const rest = "Points on the line: no other run is both smaller and better.";
+  const rest = fronts.parameters.length
+    ? "Points on the line: no other run is both smaller and better."
+    : "No line: of each data set one run at most is finished.";
   reading.textContent = rest;
   const drawing = responsive((host, width) => {
     const found = points();
@@ -158,8 +160,8 @@ function tradeOff(runs, fronts, open) {
     el(
       "div",
       { class: "legend" },
-      legendItem("blue", "best for its size (Pareto front)"),
-      legendItem("soft", "other runs"),
+      fronts.parameters.length ? legendItem("blue", "best for its size (Pareto front)") : null,
+      legendItem("soft", fronts.parameters.length ? "other runs" : "runs"),
       runs.some((run) => !run.finished) ? el("span", {}, "unfinished runs are left out") : null,
     ),
     drawing.host,
