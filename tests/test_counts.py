@@ -312,7 +312,9 @@ def test_inputs_by_keyword_and_with_the_batch_elsewhere():
     inputs = {"input1": torch.randn(8, 3), "input2": torch.randn(8, 4)}
     summary = summarize(nn.Bilinear(3, 4, 2), inputs)
     assert (summary.inputs, summary.layers[0].output_shape) == ("1 x 3; 1 x 4", (1, 2))
-    assert [each.op for each in summary.uncounted] == ["aten::_trilinear"]
+    assert (summary.multiply_adds, summary.uncounted) == (3 * 4 * 2, ())
+    several = {"input1": torch.randn(8, 5, 3), "input2": torch.randn(8, 5, 4)}
+    assert summarize(nn.Bilinear(3, 4, 2), several).multiply_adds == 5 * 3 * 4 * 2
     steps_first = nn.LSTM(3, 5)
     assert only_layer(steps_first, torch.randn(7, 4, 3), batch_axis=1).multiply_adds == 7 * 4 * 5 * 8
 

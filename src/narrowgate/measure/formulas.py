@@ -50,6 +50,17 @@ def _recurrent(args: tuple[Any, ...], out: Tensor) -> int:
     return int(steps * sum(each.numel() for each in candidates if isinstance(each, Tensor) and each.dim() == 2))
 
 
+def _bilinear(args: tuple[Any, ...], out: Tensor) -> int:
+    # Every weight once a sample: as many as the three factors, with the axes they lack put in, have places together.
+    shapes = []
+    for factor, lacking in zip(args[:3], args[3:6], strict=True):
+        shape = list(factor.shape)
+        for axis in sorted(lacking):
+            shape.insert(axis, 1)
+        shapes.append(shape)
+    return prod(torch.broadcast_shapes(*shapes))
+
+
 FORMULAS: dict[str, Formula] = {
     "aten::convolution": _convolution,
     "aten::_convolution": _convolution,
@@ -65,6 +76,7 @@ FORMULAS: dict[str, Formula] = {
     "aten::addmv": _every_element(1),
     "aten::dot": _every_element(0),
     "aten::vdot": _every_element(0),
+    "aten::_trilinear": _bilinear,
     "aten::addr": lambda args, out: out.numel(),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention": _attention,
