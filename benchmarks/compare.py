@@ -33,7 +33,11 @@ from _record import ROOT, about, write_json
 def main() -> None:
     options = _options()
     work = Work(options.work or ROOT / "runs" / f"compare-{options.network}")
-    jobs = jobs_of(options.network, options.seeds, options.sizes, options.methods)
+    jobs = [
+        job
+        for job in jobs_of(options.network, options.seeds, options.sizes, options.methods)
+        if options.part in (None, job.network)
+    ]
     if options.collect:
         collect(options, jobs, work)
         return
@@ -67,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder of the runs (default runs/compare-NETWORK)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--sizes", type=int, help="how many sizes of each method, the middle ones first (default all)")
+    parser.add_argument("--part", choices=list(NETWORKS), help="only this one of its networks, such as lenet5-norm")
     parser.add_argument("--methods", nargs="+", help="only these, and the dense network")
     parser.add_argument("--epochs", type=int, help="for every method (default: the network's own)")
     parser.add_argument("--images", type=int, help="how many training images (default all)")
@@ -83,6 +88,8 @@ def _options() -> argparse.Namespace:
     unknown = set(options.methods or ()) - {name for n in FAMILIES[options.network] for name in NETWORKS[n].methods}
     if unknown:
         parser.error(f"{options.network} has no method {', '.join(sorted(unknown))}")
+    if options.part and options.part not in FAMILIES[options.network]:
+        parser.error(f"{options.network} has only {', '.join(FAMILIES[options.network])}")
     options.epochs = options.epochs or NETWORKS[options.network].epochs
     return options
 
