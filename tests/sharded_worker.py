@@ -1,6 +1,7 @@
 """What two processes do under fully_shard, and what one does alone; test_sharded.py compares the two."""
 
 import copy
+import faulthandler
 import traceback
 
 import torch
@@ -245,6 +246,7 @@ class Team:
 
 def work(rank, folder, cases):
     """Do all cases, one after the other, and write down what came of each."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     team = Team(rank)
