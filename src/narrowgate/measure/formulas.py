@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -58,7 +59,7 @@ def _bilinear(args: tuple[Any, ...], out: Tensor) -> int:
         for axis in sorted(lacking):
             shape.insert(axis, 1)
         shapes.append(shape)
-    return prod(torch.broadcast_shapes(*shapes))
+    return prod(np.broadcast_shapes(*shapes))
 
 
 FORMULAS: dict[str, Formula] = {
