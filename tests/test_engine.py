@@ -135,9 +135,13 @@ def test_norms_and_their_statistics_go_along(tmp_path, small_images):
     assert during[3]["train_loss"] == pytest.approx(end[3]["train_loss"], rel=0.1)
     state = Checkpoints(tmp_path / "during" / "checkpoints", 2).latest().tensors
     small = load_small(tmp_path / "during", "resnet", (1, 8, 8), depth=11)
-    width = small.stages[0][0].bn2.running_mean.shape
-    assert width <= state["model/stages.0.0.bn2.running_mean"].shape < (16,)
-    assert state["optimizer/stages.0.0.bn2.weight/exp_avg"].shape == state["model/stages.0.0.bn2.running_mean"].shape
+    left, full = (
+        {name: norm.num_features for name, norm in model.named_modules() if isinstance(norm, torch.nn.BatchNorm2d)}
+        for model in (small, models.build("resnet", 4, image_shape=(1, 8, 8), depth=11))
+    )
+    widths = {name: len(state[f"model/{name}.running_mean"]) for name in full}
+    assert all(left[name] <= widths[name] == len(state[f"optimizer/{name}.weight/exp_avg"]) for name in full)
+    assert any(widths[name] < full[name] for name in full)  # which ones is up to the CPU's rounding
 
 
 @pytest.mark.parametrize("when", ["in an epoch", "at its last step"])
