@@ -133,7 +133,7 @@ class _Layers:
         self.tensors, self.numbers, self.plan = dict(named_tensors(plain)), numbers, plan
         self.edits: dict[str, Edit] = {}
         for edit in plan.edits.values():
-            for name in (edit.weight, edit.bias or f"{edit.layer}.bias"):
+            for name in (edit.weight, edit.bias or edit.mean or f"{edit.layer}.bias"):
                 if edit.rows or edit.folded or edit.carried:
                     self.edits.setdefault(name, edit)
         self._waiting: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class _Layers:
         if name not in self.edits:
             return self._cut(name, self._whole(name))
         edit = self.edits[name]
-        names = [edit.weight, *([edit.bias] if edit.bias else [])]
+        names = [each for each in (edit.weight, edit.bias, edit.mean) if each]
         whole = {each: self._whole(each) for each in names}
         made = whole | edited_tensors(_holder(whole), dataclasses.replace(self.plan, edits={edit.weight: edit}))
         self._waiting.update({each: self._cut(each, tensor) for each, tensor in made.items()})

@@ -97,6 +97,7 @@ def _edit(first: Edit | None, then: Edit, cut: Cut | None) -> Edit:
         rows, folded = {**first.rows, **rows}, {**first.folded, **folded}
         carried, carrier = (carried, carrier) if carried else (first.carried, first.carrier)
         merged = merged or first.merged
+    new_bias = base.bias is None and (base.new_bias or then.new_bias)
     return dataclasses.replace(
         then,
         bias=base.bias,
@@ -106,7 +107,8 @@ def _edit(first: Edit | None, then: Edit, cut: Cut | None) -> Edit:
         carried=carried,
         carrier=carrier,
         merged=merged,
-        new_bias=base.bias is None and (base.new_bias or then.new_bias),
+        new_bias=new_bias,
+        mean=None if new_bias else then.mean or base.mean,
     )
 
 

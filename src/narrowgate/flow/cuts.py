@@ -30,7 +30,8 @@ class Edit:
     constant ``carrier``: their weights are added to its. ``merged`` are channels that are sums of others (and of a
     constant, which is folded): their weights are added to those of the others, each times its factor. In the scatter
     layout ``gather`` and ``scatter`` are where the layer's own channels are in the streams it reads (``reads`` wide)
-    and writes (as wide as ``fill``). A norm's edit is a ``gather`` alone.
+    and writes (as wide as ``fill``). A norm's edit is a ``gather`` alone. ``mean`` is the running mean of the norm
+    behind, where that takes what would be a new bias.
     """
 
     layer: str
@@ -49,3 +50,4 @@ class Edit:
     scatter: list[int] | None = None
     fill: list[float] | None = None
     reads: int | None = None
+    mean: str | None = None

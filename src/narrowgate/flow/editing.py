@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.couplings import GROUPED
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
+from narrowgate.flow.movement import arg
+from narrowgate.flow.trace import op_name
+
+NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
 
 
 def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -> Edit:
@@ -29,6 +34,7 @@ def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -
         constant = np.flatnonzero(decision.kept[labels] & ~mixer.needed_rows & ~np.isnan(values) & ~so_already)
         rows = {int(i): float(values[i]) for i in constant}
     new_bias = mixer.bias is None and (bool(folded) or any(value != 0 for value in rows.values()))
+    mean = mean_behind(flow, mixer) if new_bias else None
     new_groups = mixer.groups
     if mixer.groups > 1 and mixer.groups == len(columns):
         new_groups = len(decision.positions(columns))
@@ -43,9 +49,30 @@ def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -
         carried,
         carrier if carried else None,
         {column: factors for column, (factors, _) in mixer.merged.items()},
-        new_bias,
+        new_bias and mean is None,
         new_groups,
+        mean=mean,
     )
+
+
+def mean_behind(flow: Flow, mixer: Mixer) -> str | None:
+    """The running mean of the norm that alone reads a layer's result; less the constant, it does what a bias would.
+
+    In training such a norm takes off the mean of its batch, so a bias in front of it would do nothing but cost time.
+    """
+    users = list(mixer.node.users)
+    if mixer.shared or not flow.seen_in_training or len(users) != 1 or op_name(users[0]) not in NORMS:
+        return None
+    norm, output = users[0], flow.state(mixer.node)
+    sources = [arg(norm, i, "") for i in range(5)]
+    name = flow.graph.tensors.get(sources[3])
+    if sources[0] is not mixer.node or mixer.node in sources[1:] or name is None:
+        return None
+    alone = flow.uses[name] == 1 and name not in flow.graph.written.values()
+    alone = alone and not isinstance(flow.tensors[name], nn.Parameter)
+    along = output.axis == 1 and flow.tensors[name].shape == (output.shape[1],)
+    by_batch = op_name(norm) == "batch_norm" and bool(arg(norm, 5, "training"))
+    return name if alone and along and not by_batch else None
 
 
 def left_by_group(flow: Flow, decision: Decision, weight: str) -> list[list[int]] | None:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
+from narrowgate.flow.editing import NORMS, mean_behind
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS
 from narrowgate.flow.movement import arg
 from narrowgate.flow.multihead import is_attention
@@ -23,7 +24,6 @@ from narrowgate.flow.pooling import RULES as POOLING_RULES
 from narrowgate.flow.state import Labels, State
 from narrowgate.flow.trace import layer_of, op_name, overwritten
 
-_NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
 # With one operand, and if the channels come out as they went in, each result is made of one channel.
 _CHANNEL_BY_CHANNEL = frozenset([*POINTWISE_RULES, *POOLING_RULES, "getitem"])
 
@@ -56,8 +56,16 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     fill = constants.tolist() if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist()) and not dead}
     new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
+    mean = None if scatters else mean_behind(flow, mixer) if new_bias else None
     return dataclasses.replace(
-        edit, gather=gather, scatter=scatter, fill=fill, reads=len(stream_in), rows=rows, new_bias=new_bias
+        edit,
+        gather=gather,
+        scatter=scatter,
+        fill=fill,
+        reads=len(stream_in),
+        rows=rows,
+        new_bias=new_bias and mean is None,
+        mean=mean,
     )
 
 
@@ -129,7 +137,7 @@ def gather_before_norms(
 
 def _own_vectors(flow: Flow, node: Node) -> list[str] | None:
     """The names of a norm's vectors, its scale first, if it is PyTorch's own and nothing else reads them."""
-    if node.op != "call_function" or op_name(node) not in _NORMS:
+    if node.op != "call_function" or op_name(node) not in NORMS:
         return None
     layer = layer_of(node)
     owner = flow.modules.get(layer)

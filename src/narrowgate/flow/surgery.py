@@ -67,7 +67,7 @@ def _cut_groups(weight: Tensor, grouped: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """New full-size values of the weights and biases that constants change; a new bias is named ``layer.bias``."""
+    """New full-size values of weights, biases and running means that constants change; a new bias is ``layer.bias``."""
     tensors = tensors_of(model)
     edited: dict[str, Tensor] = {}
     for edit in plan.edits.values():
@@ -90,7 +90,10 @@ def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
             rows = torch.tensor(list(edit.rows), dtype=torch.long, device=weight.device)
             weight.index_fill_(1 - axis, rows, 0.0)
             bias = bias.index_copy(0, rows, bias.new_tensor(list(edit.rows.values())))
-        if edit.bias or edit.new_bias:
+        if edit.mean:
+            mean = tensors[edit.mean].detach()
+            edited[edit.mean] = (mean.double() - bias).to(mean.dtype)
+        elif edit.bias or edit.new_bias:
             edited[edit.bias or f"{edit.layer}.bias"] = bias.to(weight.dtype)
     return edited
 
@@ -149,7 +152,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     kind = type(model).__name__
     modules = dict(model.named_modules(remove_duplicate=False))
     gone = {name for name in plan.cuts if name not in tensors and _is_gate_of(modules, name)}
-    for name in (*plan.cuts, *plan.edits, *(edit.bias for edit in plan.edits.values() if edit.bias)):
+    others = (name for edit in plan.edits.values() for name in (edit.bias, edit.mean) if name)
+    for name in (*plan.cuts, *plan.edits, *others):
         if name not in tensors and name not in gone:
             raise PlanError(f"this plan is for another model: it names {name!r}, which {kind} lacks; plan again")
     for name, how in plan.cuts.items():

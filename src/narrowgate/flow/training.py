@@ -39,15 +39,18 @@ def pin_training_only(
     try:
         graph = tracer(model, example_inputs, train=True, frozen=flow.frozen_norms)
     except TraceError as error:
+        flow.seen_in_training = False
         if refuse and flow.closed is not None:
             raise TraceError(f"what it does in training mode is not seen: {error}. {_REMEDY}") from error
         names = ", ".join(sorted({name.rpartition(".")[0] for name in unseen})[:3])
         what = "it does not run in eval mode; it may no longer fit in training" if unseen else _NOT_SEEN
         flow.walls.append(Wall(names or type(model).__name__, "not traced", what))
         return
+    same = _same_operations(flow.graph, graph)
+    flow.seen_in_training = same
     if unseen:
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
-    if flow.closed is not None and not _same_operations(flow.graph, graph):
+    if flow.closed is not None and not same:
         _pin_what_differs(flow, swept(graph, model, flow.constants, flow.closed, flow.numbers))
 
 
