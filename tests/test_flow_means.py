@@ -82,6 +82,24 @@ def test_rows_that_are_constant_and_stay_are_zero():
     assert_same_function(model, small, image())
 
 
+def two_writers(net, x):
+    return F.relu(net.norm2(net.conv2(x)) + net.norm3(net.conv3(x)))
+
+
+def test_channels_that_are_filled_in_keep_their_mean():
+    """In the scatter layout each of two layers computes its own channels of a stream, and the norms read all of it."""
+    model = net(two_writers, conv3=nn.Conv2d(6, 5, 3, bias=False), norm3=nn.BatchNorm2d(5))
+    with torch.no_grad():
+        model.conv2.weight[[1, 3]] = 0.0
+        model.conv2.weight[2, [0, 2, 3, 5]] = 0.0  # reads constants alone
+        model.conv3.weight[[0, 4]] = 0.0
+    plan = ng.plan(model, image(), layout="scatter")
+    small = ng.compact(model, plan)
+    assert plan.edits["conv2.weight"].scatter is not None and len(small.conv2.weight) == 2
+    assert small.conv2.bias is None and small.conv3.bias is None
+    assert_same_function(model, small, image())
+
+
 def also_read(net, x):
     y = net.conv2(x)
     return net.norm2(y) + y

@@ -56,7 +56,7 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     fill = constants.tolist() if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist()) and not dead}
     new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
-    mean = None if scatters else mean_behind(flow, mixer) if new_bias else None
+    mean = mean_behind(flow, mixer) if new_bias and not dead else None
     return dataclasses.replace(
         edit,
         gather=gather,

@@ -91,11 +91,18 @@ def edited_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
             weight.index_fill_(1 - axis, rows, 0.0)
             bias = bias.index_copy(0, rows, bias.new_tensor(list(edit.rows.values())))
         if edit.mean:
-            mean = tensors[edit.mean].detach()
-            edited[edit.mean] = (mean.double() - bias).to(mean.dtype)
+            edited[edit.mean] = _mean_without(bias, tensors[edit.mean].detach(), plan, edit)
         elif edit.bias or edit.new_bias:
             edited[edit.bias or f"{edit.layer}.bias"] = bias.to(weight.dtype)
     return edited
+
+
+def _mean_without(bias: Tensor, mean: Tensor, plan: Plan, edit: Edit) -> Tensor:
+    """A norm's running mean less what would be the bias of the layer in front, for the channels that it computes."""
+    if edit.scatter is not None:  # the others are filled in, and are what they were
+        own = torch.tensor(plan.cuts[edit.weight].keep[1 if edit.transposed else 0], device=bias.device)
+        bias = torch.zeros_like(bias).index_copy_(0, own, bias[own])
+    return (mean.double() - bias).to(mean.dtype)
 
 
 def _columns(weight: Tensor, axis: int, numbers: dict[int, float]) -> tuple[Tensor, Tensor]:
