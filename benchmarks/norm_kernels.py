@@ -20,12 +20,12 @@ from unittest import mock
 
 import torch
 from _record import ROOT, about, table, write_json
+from depthwise_kernels import timed
 from torch import nn
 
 from narrowgate import models
 from narrowgate.train import norm_launch
 
-REPLAYS = 30
 NARROW = ROOT / "results" / "cifar100" / "shrinking-cifar100-mobilenetv2-l1-exp.json"
 CHOICES = {  # what is not as it is: readers, writers, most sums of a column, numbers and warps of a program
     "as it is": {},
@@ -123,7 +123,7 @@ def measured(shapes: dict[str, Shape]) -> float:
         for (x, dy, *_), (norm, fact) in zip(reversed(held), reversed(facts), strict=True):
             norm_launch.backward(x, dy, None, fact, norm)
 
-    return timed(work)
+    return round(timed(work) / 1000, 4)
 
 
 def floor(shapes: dict[str, Shape]) -> float:
@@ -135,26 +135,7 @@ def floor(shapes: dict[str, Shape]) -> float:
             for x, y in pairs:
                 y.copy_(x)
 
-    return timed(work)
-
-
-def timed(work) -> float:  # type: ignore[no-untyped-def]
-    """Milliseconds of one call, out of replays of a graph that holds it."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    graph.replay()
-    torch.cuda.synchronize()
-    start = perf_counter()
-    for _ in range(REPLAYS):
-        graph.replay()
-    torch.cuda.synchronize()
-    return round((perf_counter() - start) / REPLAYS * 1000, 4)
+    return round(timed(work) / 1000, 4)
 
 
 if __name__ == "__main__":
