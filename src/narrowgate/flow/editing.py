@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from torch import nn
 
@@ -33,12 +35,10 @@ def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -
         so_already = mixer.zero_rows & (values == bias)
         constant = np.flatnonzero(decision.kept[labels] & ~mixer.needed_rows & ~np.isnan(values) & ~so_already)
         rows = {int(i): float(values[i]) for i in constant}
-    new_bias = mixer.bias is None and (bool(folded) or any(value != 0 for value in rows.values()))
-    mean = mean_behind(flow, mixer) if new_bias else None
     new_groups = mixer.groups
     if mixer.groups > 1 and mixer.groups == len(columns):
         new_groups = len(decision.positions(columns))
-    return Edit(
+    edit = Edit(
         mixer.layer,
         mixer.weight,
         mixer.bias,
@@ -49,13 +49,22 @@ def edit_of(flow: Flow, decision: Decision, mixer: Mixer, carrier: int | None) -
         carried,
         carrier if carried else None,
         {column: factors for column, (factors, _) in mixer.merged.items()},
-        new_bias and mean is None,
-        new_groups,
-        mean=mean,
+        new_groups=new_groups,
     )
+    return with_place_for_constants(flow, mixer, edit)
 
 
-def mean_behind(flow: Flow, mixer: Mixer) -> str | None:
+def with_place_for_constants(flow: Flow, mixer: Mixer, edit: Edit, idle: bool = False) -> Edit:
+    """The edit with what a layer without bias does with constants: the norm behind takes them, or they are a new bias.
+
+    ``idle`` is for a layer that computes nothing any more: what stands in its place is known otherwise.
+    """
+    needed = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in edit.rows.values()))
+    mean = _mean_behind(flow, mixer) if needed and not idle else None
+    return dataclasses.replace(edit, new_bias=needed and mean is None, mean=mean)
+
+
+def _mean_behind(flow: Flow, mixer: Mixer) -> str | None:
     """The running mean of the norm that alone reads a layer's result; less the constant, it does what a bias would.
 
     In training such a norm takes off the mean of its batch, so a bias in front of it would do nothing but cost time.

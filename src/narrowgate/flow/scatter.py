@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
-from narrowgate.flow.editing import NORMS, mean_behind
+from narrowgate.flow.editing import NORMS, with_place_for_constants
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS
 from narrowgate.flow.movement import arg
 from narrowgate.flow.multihead import is_attention
@@ -55,18 +55,8 @@ def narrow_to_own_channels(flow: Flow, decision: Decision, mixer: Mixer, edit: E
     constants = np.nan_to_num(mixer.stand_in[stream_out], nan=0.0)  # a dead channel may be anything
     fill = constants.tolist() if scatters else None
     rows = {row: value for row, value in edit.rows.items() if row in set(own_out.tolist()) and not dead}
-    new_bias = edit.bias is None and (bool(edit.folded) or any(value != 0 for value in rows.values()))
-    mean = mean_behind(flow, mixer) if new_bias and not dead else None
-    return dataclasses.replace(
-        edit,
-        gather=gather,
-        scatter=scatter,
-        fill=fill,
-        reads=len(stream_in),
-        rows=rows,
-        new_bias=new_bias and mean is None,
-        mean=mean,
-    )
+    narrow = dataclasses.replace(edit, gather=gather, scatter=scatter, fill=fill, reads=len(stream_in), rows=rows)
+    return with_place_for_constants(flow, mixer, narrow, idle=dead)
 
 
 def _may_read_nested_tensors(flow: Flow, layer: str) -> bool:

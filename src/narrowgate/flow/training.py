@@ -46,11 +46,10 @@ def pin_training_only(
         what = "it does not run in eval mode; it may no longer fit in training" if unseen else _NOT_SEEN
         flow.walls.append(Wall(names or type(model).__name__, "not traced", what))
         return
-    same = _same_operations(flow.graph, graph)
-    flow.seen_in_training = same
+    flow.seen_in_training = _same_operations(flow.graph, graph)
     if unseen:
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
-    if flow.closed is not None and not same:
+    if flow.closed is not None and not flow.seen_in_training:
         _pin_what_differs(flow, swept(graph, model, flow.constants, flow.closed, flow.numbers))
 
 
