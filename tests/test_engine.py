@@ -90,14 +90,16 @@ def test_batches_grow_as_the_network_shrinks(tmp_path, images):
         batches.append(batch)
     assert batches[0] == 16 and batches[-1] == 68
     assert any(batch % 16 for batch in batches)
+    assert "longer steps" not in train.printed  # a proximal step stops gates at zero, however long it is
     train(LENET, tmp_path / "few", images, *SHRINKING, "shrink.batch=19")
     assert {row["lr"] for row in rows(tmp_path / "few")} == {0.05}
 
 
 def test_batches_grow_no_larger_than_the_data(tmp_path):
     data = write_images(tmp_path / "28.npz", 28, train=40)
-    train(LENET, tmp_path / "run", data, *SHRINKING, "shrink.batch=1000")
+    train(LENET, tmp_path / "run", data, *SHRINKING, "shrink.batch=1000", "penalty.proximal=false")
     assert max(row["lr"] for row in rows(tmp_path / "run")) == pytest.approx(0.05 * 40 / 16)
+    assert train.printed.count("take longer steps, in which the penalty carries gates") == 1
 
 
 def test_shrinking_during_at_the_end_or_never_trains_the_same_network(tmp_path, images):

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 def trial() -> dict[str, Any]:
     script = Path(__file__).with_name("fused_trial.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

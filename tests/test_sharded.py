@@ -451,7 +451,7 @@ def test_the_example_runs_under_torchrun():
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert output.returncode == 0, output.stderr
     full, left = re.search(r"([\d,]+) -> ([\d,]+) parameters, same function", output.stdout).groups()

@@ -60,7 +60,7 @@ def story(tmp_path_factory):
     before = {name: snapshot(folder / name) for name in GOOD}
     with ray_here() as address:
         second = subprocess.run(
-            [*base, "--resume", "--address", address], capture_output=True, text=True, timeout=120, check=False
+            [*base, "--resume", "--address", address], capture_output=True, text=True, timeout=300, check=False
         )
         alive = [node["Alive"] for node in ray.nodes()]
     return SimpleNamespace(

@@ -52,7 +52,7 @@ def start(*command, **options):
 def finish(*command):
     process = start(*command)
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -107,7 +107,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         process.stdout.readline()  # it is at work
         process.send_signal(signal.SIGINT)
         try:
-            _, error = process.communicate(timeout=60)
+            _, error = process.communicate(timeout=180)
         finally:
             process.kill()
     assert (process.returncode, error) == (130, "narrowgate: stopped\n")

@@ -12,7 +12,7 @@ from torch import nn
 import narrowgate as ng
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.recipe import Recipe
-from narrowgate.train.watch import TrainingError, Watch, reach_of
+from narrowgate.train.watch import TrainingError, Watch, _jitter, reach_of
 
 BASE = """
 [model]
@@ -188,3 +188,41 @@ def test_a_penalty_that_ends_with_the_warm_up_moves_nothing(tmp_path):
     looks = watch(tmp_path, "lr.warmup=1", "train.epochs=2", steps, steps=1)
     (notice,) = looks.notices(row(1, 2, closed=0.0, strength=1e-3), gates_at(1.0, dtype=torch.float32))
     assert "Its strength is 0 wherever the learning rate is not" in notice
+
+
+GROWING = ("train.batch=64", "shrink.when=during", "shrink.batch=512", "penalty.strength=3e-4")
+
+
+def test_longer_steps_that_carry_gates_past_the_closing_point_are_told_once(tmp_path):
+    looks = watch(tmp_path, *GROWING)
+    assert looks.longer_steps(4, 64, 3e-4, 1.0) == ""  # 1.5e-4 to and fro: closed at every moment
+    notice = looks.longer_steps(5, 128, 3e-4, 1.0)
+    assert notice.startswith("epoch 5: batches of 128 take longer steps")
+    assert "up to 0.0003 past zero and back (before: 0.00015)" in notice and "penalty.proximal = true" in notice
+    assert looks.longer_steps(6, 256, 3e-4, 1.0) == ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("penalty.proximal=true",), ("optimizer.nesterov=true",), ("optimizer.lr=0.01",), ("penalty.sigma=3.0",)],
+    ids=" ".join,
+)
+def test_longer_steps_that_close_gates_as_before_are_not_told(tmp_path, settings):
+    sigma = 3.0 if "sigma" in settings[0] else 1.0
+    assert watch(tmp_path, *GROWING, *settings).longer_steps(5, 128, 3e-4, sigma) == ""
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.5, 0.8, 0.9, 0.95])
+def test_how_far_gates_go_to_and_fro(momentum, nesterov):
+    gates = torch.linspace(0.05, 0.1, 500).requires_grad_()
+    optimizer = torch.optim.SGD([gates], lr=0.01, momentum=momentum, nesterov=nesterov)
+    farthest = 0.0
+    for step in range(3000):
+        optimizer.zero_grad()
+        (0.01 * gates.abs().sum()).backward()
+        optimizer.step()
+        if step >= 2500:
+            farthest = max(farthest, float(gates.detach().abs().max()))
+    settings = f"optimizer.momentum={momentum}", f"optimizer.nesterov={str(nesterov).lower()}"
+    assert 0.7 < farthest / _jitter(recipe(*settings), 0.01, 0.01, 1.0) < 1.6

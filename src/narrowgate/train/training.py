@@ -266,12 +266,20 @@ class Training:
             event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
             before = self.batch
             self.fit_batch(self.left)
-            event += f", batches of {self.batch}" if self.batch != before else ""
+            if self.batch != before:
+                event += f", batches of {self.batch}"
+                self._tell_of_longer_steps()
         # What goes at the end only: everything, or what takes index operations.
         more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"
         if more_at_the_end and (shrunk is not None or self._is_time_to_look()):
             self.left = self._left_after_removal()
         return event
+
+    def _tell_of_longer_steps(self) -> None:
+        if (penalty := self.parts.penalty) is not None:
+            notice = self._watch.longer_steps(self.epoch + 1, self.batch, penalty.strength, penalty.sigma)
+            if notice:
+                self.show.notice(notice)
 
     def _is_time_to_look(self) -> bool:
         return (self.epoch + 1) % max(1, self.recipe.train.epochs // _LOOKS) == 0

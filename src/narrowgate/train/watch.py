@@ -48,6 +48,7 @@ class Watch:
         self._told_no_progress = False
         self._dropouts: dict[str, str] | None = None  # in front of a norm, to be told; None: not looked for
         self._told_lag = False
+        self._told_longer_steps = False
 
     def check(self, row: EpochRow) -> None:
         """Raise TrainingError if the epoch's loss is NaN or infinite."""
@@ -134,6 +135,22 @@ class Watch:
             f"changes faster than their running statistics. {self._slower()}"
         ]
 
+    def longer_steps(self, epoch: int, batch: int, strength: float, sigma: float) -> str:
+        """Say, once, that the steps of larger batches carry gates past the closing point; empty where they do not."""
+        recipe = self._recipe
+        if self._told_longer_steps or not _jitters(recipe):
+            return ""
+        usual = _jitter(recipe, recipe.lr_at(epoch), strength, sigma)
+        longer = usual * batch / recipe.train.batch
+        if longer <= CLOSING_POINT:
+            return ""
+        self._told_longer_steps = True
+        return (
+            f"epoch {epoch}: batches of {batch} take longer steps, in which the penalty carries gates up to "
+            f"{longer:.2g} past zero and back (before: {usual:.2g}). Beyond {CLOSING_POINT:.2g} they count as open and "
+            "may grow again, so other gates close than at the usual length. penalty.proximal = true stops them at zero"
+        )
+
     def _slower(self) -> str:
         recipe = self._recipe
         pulled = recipe.penalty.strength or recipe.budget.target
@@ -185,11 +202,9 @@ class Watch:
         """A penalty that ends while its gates still jitter around zero: what is not closed then opens again."""
         recipe = self._recipe
         ends = row.strength > 0 and row.epoch < row.epochs and recipe.strength_schedule()(row.epoch) == 0
-        in_loss = recipe.gates.kind == "exponential" and not recipe.penalty.proximal and not recipe.budget.target
-        if not ends or not in_loss or recipe.optimizer.kind != "sgd":
+        if not ends or not _jitters(recipe) or recipe.budget.target:
             return ""
-        speed = row.lr * recipe.gates.lr_factor / (1 - recipe.optimizer.momentum)
-        reach = speed * row.strength * _slope(recipe, CLOSING_POINT, row.sigma)
+        reach = _pull(recipe, row.lr, row.strength, row.sigma)
         hovering = sum(int(((value > 0) & (value <= reach**2)).sum()) for value in values.values())
         if not hovering:
             return ""
@@ -248,6 +263,24 @@ def reach_of(recipe: Recipe, steps: int, size: float, epochs: int) -> float:
     return speed * sum(
         recipe.lr_at(epoch) * strength(epoch) * _slope(recipe, abs(size), sigma(epoch)) for epoch in range(epochs)
     )
+
+
+def _jitters(recipe: Recipe) -> bool:
+    """Whether gates go to and fro around zero, since the penalty is a part of the loss."""
+    return recipe.gates.kind == "exponential" and recipe.optimizer.kind == "sgd" and not recipe.penalty.proximal
+
+
+def _pull(recipe: Recipe, lr: float, strength: float, sigma: float) -> float:
+    """How far the penalty moves a gate beside zero in one step, once momentum has built up."""
+    speed = lr * recipe.gates.lr_factor / (1 - recipe.optimizer.momentum)
+    return speed * strength * _slope(recipe, CLOSING_POINT, sigma)
+
+
+def _jitter(recipe: Recipe, lr: float, strength: float, sigma: float) -> float:
+    """About how far from zero a gate gets that the penalty alone moves to and fro; ``benchmarks/method.py`` tells."""
+    rest = 1 - recipe.optimizer.momentum
+    share = min(1.0, 2.5 * rest) if recipe.optimizer.nesterov else max(0.5, rest)
+    return share * _pull(recipe, lr, strength, sigma)
 
 
 def _slope(recipe: Recipe, size: float, sigma: float) -> float:
