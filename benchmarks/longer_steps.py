@@ -59,7 +59,7 @@ def measure(proximal: bool, times: int, seeds: list[int]) -> dict[str, Any]:
     return {
         "penalty": "proximal" if proximal else "in the loss",
         "batch": BATCH * times,
-        "lr": LR * times,
+        "lr": round(LR * times, 6),
         "closed_percent": [round(100 * float(share), 1) for share in closed],
         "parameters": round(sum(one["parameters"] for one in found) / len(found)),
         "parameters_each": [one["parameters"] for one in found],
