@@ -343,6 +343,12 @@ def on_the_unit_circle(net, x):
 
 
 @trap
+def reads_the_bits(net, x):
+    x = net.conv1(x)
+    return net.conv2(x + x.view(torch.int64) // 2**52)  # sign and exponent
+
+
+@trap
 def chooses_a_parameter_by_its_width(net, x):
     x = net.conv1(x)
     return net.conv2(x * (net.factor if x.shape[1] == 6 else net.another))

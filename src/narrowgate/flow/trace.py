@@ -58,6 +58,8 @@ class Graph:
 def op_name(node: Node) -> str:
     """The operation without namespace and overload; in-place ones keep their underscore: ``relu_``."""
     target = node.target
+    if target is torch.ops.aten.view.dtype:  # no other shape, but other numbers from the same bits
+        return "view_as_dtype"
     packet = getattr(target, "overloadpacket", None)
     return str(packet.__name__) if packet is not None else str(getattr(target, "__name__", target))
 
