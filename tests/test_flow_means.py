@@ -188,6 +188,29 @@ def test_from_disk_and_in_a_file(tmp_path):
         assert all(torch.equal(again[name], tensor) for name, tensor in small.state_dict().items())
 
 
+@pytest.mark.parametrize("tensor", ["conv2.bias", "norm2.running_mean"])
+def test_constants_go_where_a_file_has_them(tmp_path, tensor):
+    """A buffer that is not saved is made anew when the model is loaded, and has nothing of what was put into it."""
+
+    def build(values=None):
+        model = net(chain, last=nn.Conv2d(6, 5, 3, bias=tensor == "conv2.bias"))
+        owner, _, key = tensor.partition(".")
+        owner, values = model.get_submodule(owner), model.state_dict()[tensor] if values is None else values
+        delattr(owner, key)
+        owner.register_buffer(key, values, persistent=False)
+        model.norm1.bias.data[CLOSED[0]] = 0.0  # a zero goes in any case
+        return model
+
+    model = build()
+    plan = ng.plan(model, image())
+    small = ng.compact(model, plan)
+    assert sum(p.numel() for p in small.parameters()) < plan.parameters_before
+    assert_same_function(model, small, image())
+    ng.save(small, plan, tmp_path / "small")
+    again = ng.load(tmp_path / "small", lambda: build(model.get_buffer(tensor)))
+    assert_same_function(model, again, image())
+
+
 def test_a_plan_for_another_model_is_refused():
     model = net(chain)
     plan = ng.plan(model, image())

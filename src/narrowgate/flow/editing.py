@@ -11,6 +11,7 @@ from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.couplings import GROUPED
 from narrowgate.flow.cuts import Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
+from narrowgate.flow.mixing import is_saved
 from narrowgate.flow.movement import arg
 from narrowgate.flow.trace import op_name
 
@@ -78,7 +79,7 @@ def _mean_behind(flow: Flow, mixer: Mixer) -> str | None:
     if sources[0] is not mixer.node or mixer.node in sources[1:] or name is None:
         return None
     alone = flow.uses[name] == 1 and name not in flow.graph.written.values()
-    alone = alone and not isinstance(flow.tensors[name], nn.Parameter)
+    alone = alone and not isinstance(flow.tensors[name], nn.Parameter) and is_saved(flow, name)
     along = output.axis == 1 and flow.tensors[name].shape == (output.shape[1],)
     by_batch = op_name(norm) == "batch_norm" and bool(arg(norm, 5, "training"))
     return name if alone and along and not by_batch else None

@@ -114,8 +114,8 @@ def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
 
 
 def editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
-    """Whether this operation alone reads its weights, and a bias is there or can be added to its layer."""
-    if flow.uses[weight] > 1 or (bias is not None and flow.uses[bias] > 1):
+    """Whether this operation alone reads its weights, they are saved, and a bias is there or can be added."""
+    if any(flow.uses[name] > 1 or not is_saved(flow, name) for name in (weight, bias) if name is not None):
         return False
     owner = flow.modules.get(layer_of(node))
     if bias is not None:
@@ -124,6 +124,12 @@ def editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
         return False
     # A forward of the user's own may not read the bias that would be added.
     return type(owner).forward in _FORWARDS and "forward" not in vars(owner)
+
+
+def is_saved(flow: Flow, name: str) -> bool:
+    """Whether a tensor belongs in a file: an edit of one that is made anew when the model is loaded would be lost."""
+    owner, _, key = name.rpartition(".")
+    return key not in flow.modules[owner]._non_persistent_buffers_set
 
 
 def _tie_inputs(flow: Flow, node: Node, read: Node, state: State, axis: int, weight: str, groups: int) -> None:
