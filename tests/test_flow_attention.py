@@ -177,6 +177,19 @@ def test_heads_as_many_as_they_are_wide():
     assert (small.attention.num_heads, small.attention.head_dim, small.attention.attn_dim) == (2, 3, 6)
 
 
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_nothing_is_left_over_of_a_head(layout):
+    """A rotation of the first few numbers of each head, here of all of them, as Phi-3 writes it."""
+
+    def attend(q, k, v):
+        q, k = (torch.cat([x[..., :SIZE] * 2, x[..., SIZE:]], -1) for x in (q, k))
+        return plain(q, k, v.split([SIZE, 0], -1)[0])
+
+    model = net(attend)
+    close_(model.attention.qkv, range(V, V + SIZE))
+    shrink(model, tokens(), layout=layout, removes=layout == "scatter")
+
+
 class NumbersInTheCode(Attention):
     def forward(self, x):
         batch, tokens, _ = x.shape

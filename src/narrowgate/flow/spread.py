@@ -31,6 +31,8 @@ def spread_of(flow: Flow, read: Node) -> Spread:
 
 def put_moved_spread(flow: Flow, node: Node, index: Labels, source: Spread, view: Node | None = None) -> None:
     """Record where a movement took the channels; what is read of the result is read of its source."""
+    if not index.size:  # what a rotation of whole heads leaves over
+        return
     moved = Spread(_compressed(index), source.values, source.mark, view or source.view)
     _put(flow, node, moved, lambda live: None)
 
