@@ -303,6 +303,28 @@ def test_what_is_dead_in_eval_mode_only_stays_while_training(between, cut):
     assert len(kept(ng.plan(model, image(channels=3)), "first.weight")) == 2  # not if training is over
 
 
+def test_layers_that_read_something_else_in_training():
+    """The same operations in the same order in both modes, of other tensors."""
+
+    def body(net, x):
+        y = net.first(x)
+        z = net.second(y)
+        return net.one(y if net.training else z), net.other(z if net.training else y)
+
+    parts = {name: nn.Conv2d(6, 2, 1) for name in ("one", "other")}
+    model = Net(body, first=nn.Conv2d(3, 6, 1), second=nn.Conv2d(6, 6, 1), **parts).double()
+    gates = ng.attach_gates_(model, where=lambda name, _: name in ("first", "second"))
+    gates["first"].close_(torch.arange(6) < 2)
+    gates["second"].close_(torch.arange(6) > 3)
+    cut, x = copy.deepcopy(model), image()
+    plan = ng.plan(cut, x, training=True)
+    assert "dead in eval mode only" in str(plan) and ng.plan(cut, x).cuts
+    ng.compact_(cut, plan)
+    for mode in (True, False):
+        for one, other in zip(model.train(mode)(x), cut.train(mode)(x), strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 class LossInside(nn.Module):
     """In training mode it wants labels, hands out a loss, and has one layer more."""
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from flow_helpers import Net, assert_same_function, close_, image, settle_
+from flow_helpers import Net, assert_same_function, close_, image, settle_, tensors_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -157,14 +157,27 @@ def test_training_goes_on_alike_without_a_bias():
     assert_same_function(model, cut, image())
 
 
-def test_a_bias_where_training_does_more_than_the_plan_sees():
-    """Noise that multiplies what the layer gives would meet the constant in training."""
+def noise_in_training(net, x):
+    """It multiplies what the layer gives, and would meet the constant."""
+    y = net.conv2(x)
+    return net.norm2(y * (1 + torch.rand_like(y)) if net.training else y)
 
-    def body(net, x):
-        y = net.conv2(x)
-        return net.norm2(y * (1 + torch.rand_like(y)) if net.training else y)
 
-    model = net(body)
+def without_the_norm_in_training(net, x):
+    y = net.conv2(x)
+    z = net.norm2(y)
+    return net.conv3(y if net.training else z)
+
+
+def both_in_training(net, x):
+    y = net.conv2(x)
+    z = net.norm2(y)
+    return (y, z) if net.training else z
+
+
+@pytest.mark.parametrize("body", [noise_in_training, without_the_norm_in_training, both_in_training])
+def test_a_bias_where_training_does_more_than_the_plan_sees(body):
+    model = net(body, conv3=nn.Conv2d(5, 4, 1))
     gates = ng.attach_gates_(model, where=lambda name, _: name == "conv1")
     for gate in gates.modules():
         gate.g.data[CLOSED] = 0.0
@@ -172,6 +185,12 @@ def test_a_bias_where_training_does_more_than_the_plan_sees():
     ng.compact_(cut, ng.plan(cut, image(), training=True))
     assert cut.conv1.out_channels < 6 and cut.conv2.bias is not None
     assert_same_function(model, cut, image())
+    x = image(batch=8)
+    torch.manual_seed(0)
+    wanted = tensors_of(model.train()(x))
+    torch.manual_seed(0)
+    for one, other in zip(wanted, tensors_of(cut.train()(x)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_from_disk_and_in_a_file(tmp_path):

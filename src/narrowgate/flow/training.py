@@ -76,7 +76,15 @@ def _same_operations(one: Graph, other: Graph) -> bool:
         [node for node in graph.nodes if node.op == "call_function" and not _counts(graph, node)]
         for graph in (one, other)
     ]
-    return len(nodes[0]) == len(nodes[1]) and all(map(_same, *nodes))
+    alike = len(nodes[0]) == len(nodes[1]) and all(map(_same, *nodes))
+    return alike and _wires(one, nodes[0]) == _wires(other, nodes[1])
+
+
+def _wires(graph: Graph, nodes: list[Node]) -> list[list[object]]:
+    """What each operation reads, and what the model returns: parameters by name, results by their number."""
+    names = {**graph.tensors, **{node: i for i, node in enumerate(nodes)}}
+    read = [node.all_input_nodes for node in nodes]
+    return [[names.get(source, source.name) for source in sources] for sources in (*read, graph.outputs)]
 
 
 def _counts(graph: Graph, node: Node) -> bool:
