@@ -325,6 +325,52 @@ def test_layers_that_read_something_else_in_training():
             assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def mean_square_of_channels(net, y):
+    return y.square().mean(1)
+
+
+def deviation_of_channels(net, y):
+    return y.mean((2, 3)).std(1)
+
+
+def weights_against_each_other(net, y):
+    w = net.last.weight.flatten(1)
+    return w @ w.T
+
+
+@pytest.mark.parametrize("more", [mean_square_of_channels, deviation_of_channels, weights_against_each_other])
+def test_a_part_of_the_loss_that_the_forward_computes_in_training(more):
+    def body(net, x):
+        y = net.first(x)
+        z = net.last(y)
+        return (z, more(net, y)) if net.training else z
+
+    model = Net(body, first=nn.Conv2d(3, 6, 1), last=nn.Conv2d(6, 4, 1)).double()
+    ng.attach_gates_(model)["first"].close_(torch.arange(6) < 2)
+    cut, x = copy.deepcopy(model), image()
+    plan = ng.plan(cut, x, training=True)
+    assert plan.walls and ng.plan(cut, x).cuts
+    ng.compact_(cut, plan)
+    for one, other in zip(model.train()(x), cut.train()(x), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def multiplied_by_noise(x):
+    return x * (1 + torch.randn_like(x))
+
+
+def some_samples_without(x):
+    return x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.5)
+
+
+@pytest.mark.parametrize("noise", [multiplied_by_noise, some_samples_without])
+def test_noise_that_leaves_zeros_alone_holds_nothing(noise):
+    between = Net(lambda net, x: noise(x) if net.training else x)
+    model = Noisy(between).double()
+    ng.attach_gates_(model)["first"].close_(torch.arange(6) < 4)
+    assert kept(ng.plan(model, image(), training=True), "first.weight") == [4, 5]
+
+
 class LossInside(nn.Module):
     """In training mode it wants labels, hands out a loss, and has one layer more."""
 

@@ -11,6 +11,7 @@ GROUPED = -1
 """In place of the second axis of a grouped convolution: the inputs of all groups, one after the other; of a transposed
 one, the outputs."""
 _OTHERWISE = "for another use of the same weight"
+_ELSEWHERE = "for fixed places"
 
 
 class Couplings:
@@ -57,3 +58,13 @@ class Couplings:
     def pin(self, labels: Labels, why: str) -> None:
         """Positions with these labels stay."""
         self.pinned.append((labels.reshape(-1), why))
+
+    def join(self, other: Couplings) -> None:
+        """What another graph of the same model couples or holds in place, this one does as well."""
+        offset = self.label_count
+        self.label_count += other.label_count
+        self.edges += [(first + offset, second + offset) for first, second in other.edges]
+        self.pinned += [(np.array([PINNED + offset]), _ELSEWHERE), *((at + offset, why) for at, why in other.pinned)]
+        self.equal_counts += [rows + offset for rows in other.equal_counts]
+        for key in self.axis_labels.keys() & other.axis_labels.keys():
+            self.tie(self.axis_labels[key], other.axis_labels[key] + offset)

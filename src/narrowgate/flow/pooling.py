@@ -232,6 +232,16 @@ def fresh_like(flow: Flow, node: Node) -> None:
     flow.put(node, like(state, shape_of(node), np.full_like(state.values, fill)), lambda live: None)
 
 
+def random_like(flow: Flow, node: Node) -> None:
+    """rand_like, bernoulli, …: what training draws may be drawn for fewer channels; in eval mode it stays the same."""
+    if flow.closed is None:
+        wall_rule(flow, node)
+        return
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    put_per_channel(flow, node, read, like(state, shape_of(node), np.full_like(state.values, np.nan)))
+
+
 def nothing(flow: Flow, node: Node) -> None:
     """Assertions: they compute nothing."""
     flow.put(node, unlabelled(()), lambda live: None)
@@ -274,7 +284,8 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys(("max", "min"), extreme),
     **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum".split(), along_one_axis),
     **dict.fromkeys("dropout feature_dropout alpha_dropout feature_alpha_dropout".split(), dropout),
-    **dict.fromkeys("zeros new_zeros ones new_ones arange full eye linspace".split(), fresh),
+    **dict.fromkeys("zeros new_zeros ones new_ones new_empty arange full eye linspace".split(), fresh),
     **dict.fromkeys(("zeros_like", "ones_like"), fresh_like),
+    **dict.fromkeys(("rand_like", "randn_like", "bernoulli"), random_like),
     **dict.fromkeys("_assert_tensor_metadata _assert_async sym_size".split(), nothing),
 }

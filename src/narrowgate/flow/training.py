@@ -50,7 +50,10 @@ def pin_training_only(
     if unseen:
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
     if flow.closed is not None and not flow.seen_in_training:
-        _pin_what_differs(flow, swept(graph, model, flow.constants, flow.closed, flow.numbers))
+        other = swept(graph, model, flow.constants, flow.closed, flow.numbers)
+        flow.join(other)
+        flow.walls += [wall for wall in other.walls if wall not in flow.walls]
+        _pin_what_differs(flow, other)
 
 
 def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
