@@ -265,6 +265,28 @@ def test_a_frozen_norm_gives_what_its_running_statistics_say(by_hand):
     assert_same_function(large, model, image())
 
 
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_a_norm_as_a_function_says_itself_what_it_does_in_training(by_batch):
+    """With its running statistics, as detectron2's frozen norm, a dead channel is another constant than the shift."""
+
+    def body(net, x):
+        norm = net.norm
+        x = F.batch_norm(net.first(x), norm.mean, norm.var, norm.scale, norm.shift, net.training and by_batch)
+        return net.last(F.relu(x))
+
+    numbers = {"mean": nn.Buffer(torch.randn(6)), "var": nn.Buffer(torch.rand(6) + 0.5)}
+    vectors = {"scale": nn.Parameter(torch.rand(6) + 0.5), "shift": nn.Parameter(torch.rand(6) + 0.5)}
+    norm = Net(None, **numbers, **vectors)
+    model = Net(body, first=nn.Conv2d(3, 6, 1, bias=False), norm=norm, last=nn.Conv2d(6, 4, 1)).double()
+    gates = ng.attach_gates_(model, where=lambda name, _: name == "first")
+    gates["first"].close_(torch.arange(6) < 2)
+    cut, x = copy.deepcopy(model), image()
+    plan = ng.plan(cut, x, training=True)
+    assert bool(plan.cuts) == by_batch and ng.plan(cut, x).cuts
+    ng.compact_(cut, plan)
+    assert torch.allclose(model.train()(x), cut.train()(x), rtol=1e-9, atol=1e-12)
+
+
 class Noisy(nn.Module):
     """Something happens between two layers, in training or in general."""
 

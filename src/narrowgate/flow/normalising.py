@@ -58,7 +58,7 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
     scale = _scale(flow, names[0], state.shape[1])
     shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names[1:])
     values = state.along(1)
-    frozen = layer_of(node) in flow.frozen_norms
+    frozen = layer_of(node) in flow.frozen_norms or flow.graph.train  # there, the operation itself says so
     if training or (flow.closed is not None and not frozen) or mean is None or variance is None:
         values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
     elif flow.closed is not None:  # what varies may learn a scale of 0 away; a constant is what it is now

@@ -46,6 +46,7 @@ class Graph:
     functionalised: bool = False  # whether operations that overwrite tensors were replaced by ordinary ones
     written: dict[Node, str] = field(default_factory=dict)  # results that go into a buffer, for the next forward pass
     readers: dict[str, list[Node]] = field(default_factory=dict)  # of parameters and buffers, wherever they are
+    train: bool = False
 
     def uses(self) -> dict[str, int]:
         """How many times each parameter or buffer is read, being handed out as an output included."""
@@ -117,7 +118,7 @@ def trace(
     for node in program.graph.nodes:
         if (name := by_placeholder.get(node.name)) is not None:
             read_by.setdefault(first.get(name, name), []).extend(readers(program.graph_module, node))
-    return Graph(nodes, tensors, outputs, functionalised, {} if train else written, read_by)
+    return Graph(nodes, tensors, outputs, functionalised, {} if train else written, read_by, train)
 
 
 def _refuse_unknown_sizes(graph: fx.Graph) -> None:

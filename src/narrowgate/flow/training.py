@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 from torch import Tensor, nn
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, Wall
+from narrowgate.flow.movement import arg
 from narrowgate.flow.rules import RULES, swept
 from narrowgate.flow.state import Labels, Values
 from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op_name, trace
@@ -16,7 +17,7 @@ from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op
 _WHY = "it runs in training only"
 _NOT_SEEN = "torch.export can't trace it in training mode, and what it does there alone is not seen"
 _REMEDY = "Give example inputs that it takes in training mode too, or cut it when training is over"
-_IN_BOTH_MODES = frozenset("batch_norm instance_norm dropout feature_dropout".split())
+_IN_BOTH_MODES = frozenset("instance_norm dropout feature_dropout".split())
 _NONE = np.zeros(0, np.int64)
 
 
@@ -46,7 +47,7 @@ def pin_training_only(
         what = "it does not run in eval mode; it may no longer fit in training" if unseen else _NOT_SEEN
         flow.walls.append(Wall(names or type(model).__name__, "not traced", what))
         return
-    flow.seen_in_training = _same_operations(flow.graph, graph)
+    flow.seen_in_training = _same_operations(flow.graph, graph, flow.frozen_norms)
     if unseen:
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
     if flow.closed is not None and not flow.seen_in_training:
@@ -73,14 +74,14 @@ def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
         flow.walls.append(Wall(layer_of(node), "training only", _WHY))
 
 
-def _same_operations(one: Graph, other: Graph) -> bool:
-    """Whether two graphs do the same with the same numbers, but for norms and dropout, which have rules for both."""
-    nodes = [
+def _same_operations(one: Graph, other: Graph, frozen: Collection[str]) -> bool:
+    """Whether training does the same with the same numbers, but for norms and dropout, which have rules for both."""
+    nodes, others = (
         [node for node in graph.nodes if node.op == "call_function" and not _counts(graph, node)]
         for graph in (one, other)
-    ]
-    alike = len(nodes[0]) == len(nodes[1]) and all(map(_same, *nodes))
-    return alike and _wires(one, nodes[0]) == _wires(other, nodes[1])
+    )
+    alike = len(nodes) == len(others) and all(_same(a, b, frozen) for a, b in zip(nodes, others, strict=True))
+    return alike and _wires(one, nodes) == _wires(other, others)
 
 
 def _wires(graph: Graph, nodes: list[Node]) -> list[list[object]]:
@@ -97,12 +98,14 @@ def _counts(graph: Graph, node: Node) -> bool:
     return whole and all(source in graph.tensors for source in node.all_input_nodes)
 
 
-def _same(one: Node, other: Node) -> bool:
+def _same(one: Node, other: Node, frozen: Collection[str]) -> bool:
     name = op_name(one)
     if name != op_name(other) or "alpha" in name:
         return False
+    if name == "batch_norm":  # a function may have been told to use running statistics in both modes
+        return bool(arg(other, 5, "training")) == (bool(arg(one, 5, "training")) or layer_of(one) not in frozen)
     numbers = [
-        [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, Node)] for node in (one, other)
+        [each for each in (*node.args, *node.kwargs.values()) if not isinstance(each, Node)] for node in (one, other)
     ]
     return name in _IN_BOTH_MODES or repr(numbers[0]) == repr(numbers[1])
 
