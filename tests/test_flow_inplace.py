@@ -385,7 +385,11 @@ def some_samples_without(x):
     return x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.5)
 
 
-@pytest.mark.parametrize("noise", [multiplied_by_noise, some_samples_without])
+def some_places_without(x):
+    return x * torch.empty_like(x).bernoulli_(0.5) * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize("noise", [multiplied_by_noise, some_samples_without, some_places_without])
 def test_noise_that_leaves_zeros_alone_holds_nothing(noise):
     between = Net(lambda net, x: noise(x) if net.training else x)
     model = Noisy(between).double()

@@ -233,8 +233,8 @@ def fresh_like(flow: Flow, node: Node) -> None:
 
 
 def random_like(flow: Flow, node: Node) -> None:
-    """rand_like, bernoulli, …: what training draws may be drawn for fewer channels; in eval mode it stays the same."""
-    if flow.closed is None:
+    """rand_like, bernoulli_, …: what training draws may be drawn for fewer channels; in eval mode it stays the same."""
+    if flow.closed is None or not isinstance(node.args[0], Node):
         wall_rule(flow, node)
         return
     read = flow.reads(node, node.args[0])
@@ -286,6 +286,6 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("dropout feature_dropout alpha_dropout feature_alpha_dropout".split(), dropout),
     **dict.fromkeys("zeros new_zeros ones new_ones new_empty arange full eye linspace".split(), fresh),
     **dict.fromkeys(("zeros_like", "ones_like"), fresh_like),
-    **dict.fromkeys(("rand_like", "randn_like", "bernoulli"), random_like),
+    **dict.fromkeys("rand_like randn_like empty_like full_like bernoulli uniform normal".split(), random_like),
     **dict.fromkeys("_assert_tensor_metadata _assert_async sym_size".split(), nothing),
 }
