@@ -1,12 +1,16 @@
 """A run that was stopped anywhere ends at the same bits as one that was not."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from engine_helpers import LENET, RESNET, Killed, outcome, rows, train, train_until, write_images
 
 from narrowgate.train import engine
 from narrowgate.train.checkpoint import TENSORS, Checkpoints
+from narrowgate.train.lock import LockedError
 from narrowgate.train.recipe import RecipeError
 from narrowgate.train.watch import TrainingError
 
@@ -172,3 +176,28 @@ def test_a_run_that_goes_on_with_fewer_processes_says_so(tmp_path, monkeypatch, 
     kept.save(saved.epoch, saved.tensors, saved.meta | {"processes": processes})
     train(LENET, tmp_path, images, "train.epochs=2", resume=True)
     assert ("this run had 2 processes and goes on with 1: each takes train.batch" in train.printed) == told
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from narrowgate.train.lock import alone_in
+with alone_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no lock on Windows")
+def test_a_run_that_another_process_trains_is_left_alone(tmp_path, monkeypatch, images):
+    train_until(monkeypatch, 2, LENET, tmp_path / "run", images)
+    before = rows(tmp_path / "run")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(LockedError, match=f"run is in use: process {other.pid} on .* trains there. Wait for it"):
+            train(LENET, tmp_path / "run", images, resume=True)
+        assert rows(tmp_path / "run") == before
+        other.kill()  # the system lets go of what it held
+    train(LENET, tmp_path / "run", images, resume=True)
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5]

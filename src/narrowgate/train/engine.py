@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
 from narrowgate.train.feed import Place
 from narrowgate.train.finish import Result
+from narrowgate.train.lock import alone_in
 from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.resume import restore, save
 from narrowgate.train.run_folder import CHECKPOINTS, RECIPE, RESULT, SMALL
@@ -56,17 +57,18 @@ def run(
     folder = Path(folder)
     fabric = launch(accelerator, devices, num_nodes)
     place = Place(fabric.device, fabric.global_rank, fabric.world_size)
+    show = Show(console, recipe.train.epochs, quiet=place.rank != 0)
     if (finished := _finished(folder, recipe, resume)) is not None:
         left = f"{finished.parameters:,} of {finished.parameters_full:,} parameters"
-        show = Show(console, recipe.train.epochs, quiet=place.rank != 0)
         show.notice(f"{folder} is finished: test accuracy {finished.accuracy:.2%}, {left}")
         return finished
     data = _load(fabric, recipe, data_path, download)
-    with _numerics(recipe, place.device), Show(console, recipe.train.epochs, quiet=place.rank != 0) as show:
+    with _numerics(recipe, place.device), show, ExitStack() as held:
         training = Training(recipe, folder, data, place, fabric, show)
         fabric.barrier()  # every process has looked at the folder before the first one writes there
         if place.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder))
             replace_file(folder / RECIPE, recipe.to_toml().encode())
         try:
             checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep)
