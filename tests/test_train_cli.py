@@ -63,6 +63,16 @@ def test_the_default_folder_is_named_after_the_recipe(tmp_path, recipe, images, 
     assert (tmp_path / "runs" / "lenet-small" / "result.json").exists()
 
 
+def test_the_recipe_that_a_run_wrote_down_stands_for_its_folder(tmp_path, recipe, images, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--data", images, "--accelerator", "cpu")
+    assert narrowgate("train", recipe, *options, "--out", "first", "--set", "train.epochs=1").exit_code == 0
+    assert "first holds a run: go on with --resume" in refused("first/recipe.toml", *options)
+    again = narrowgate("train", "first/recipe.toml", *options, "--resume")
+    assert again.exit_code == 0 and "first is finished" in again.stdout, again.output
+    assert not (tmp_path / "runs").exists()
+
+
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, recipe, images):
     out = tmp_path / "run"
     where = ("--out", out, "--accelerator", "cpu")

@@ -118,10 +118,11 @@ def build_app() -> "typer.Typer":
         """
         from narrowgate.train.engine import run
         from narrowgate.train.recipe import Recipe
+        from narrowgate.train.run_folder import folder_of
 
         run(
             Recipe.load(recipe, settings or ()),
-            out or Path("runs") / recipe.stem,
+            out or folder_of(recipe),
             data_path=data or None,
             resume=resume,
             download=download,

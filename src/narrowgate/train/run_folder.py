@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
 GATES = "gates.jsonl"
@@ -10,3 +12,10 @@ CHECKPOINTS = "checkpoints"
 SMALL = "small"
 RESULT = "result.json"
 LOCK = ".train.lock"
+
+
+def folder_of(recipe: Path) -> Path:
+    """Where the run of a recipe goes: after its name, or to where it lies if it is what a run there wrote down."""
+    if recipe.name == RECIPE and any((recipe.parent / name).exists() for name in (LOCK, METRICS, CHECKPOINTS)):
+        return recipe.parent
+    return Path("runs") / recipe.stem
