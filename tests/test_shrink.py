@@ -480,3 +480,23 @@ def test_a_model_that_accelerate_put_mixed_precision_over_is_cut():
     assert last.parameters_after < last.parameters_before
     ng.verify(plain, ng.compact(plain, last), x)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_what_is_no_plan_or_wraps_the_model_is_told_what_to_give_instead():
+    model, gates = gated()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    close_(gates)
+    cut = Shrinker(model, image()).shrink(0)
+    for apply in (ng.compact, ng.compact_):
+        with pytest.raises(TypeError, match=r"got Shrunk; give the plan in this Shrunk, its \.plan$"):
+            apply(average.module, cut)
+        with pytest.raises(TypeError, match=r"got str; give ng\.Plan\.from_json\(text\)$"):
+            apply(average.module, cut.plan.to_json())
+        with pytest.raises(TypeError, match=r"got Gates; give what ng\.plan returned"):
+            apply(average.module, gates)
+        with pytest.raises(TypeError, match=r"to a model, an nn\.Module that was built, got Plan"):
+            apply(cut.plan, model)
+        with pytest.raises(ng.PlanError, match=r"AveragedModel lacks; .* the model inside, give that one, \.module$"):
+            apply(average, cut.plan)
+    ng.compact_(average.module, cut.plan)
+    assert count(average.module) == count(model)

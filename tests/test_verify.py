@@ -465,3 +465,19 @@ def test_a_model_that_draws_random_numbers_in_eval_mode_is_not_passed():
         other.fc.weight[0] = 0
     with pytest.raises(VerificationError, match=r"random|not the same function"):
         ng.verify(model, other, torch.randn(8, 20, dtype=torch.float64))
+
+
+def test_a_gate_that_opened_after_the_plan_is_named_as_what_may_be_wrong():
+    model = network()
+    gates = ng.attach_gates_(model)
+    gates["0"].close_(torch.arange(6) < 3)
+    plan = ng.plan(model, image())
+    ng.verify(model, ng.compact(model, plan), image())
+    with torch.no_grad():
+        gates["0"].g[0] = 1.0
+    with pytest.raises(
+        VerificationError, match=r"DIFFERENT.* trained on since the plan was made, plan and compact again$"
+    ):
+        ng.verify(model, ng.compact(model, plan), image())
+    with pytest.raises(TypeError, match=r"two models, nn\.Modules that were built, got Plan"):
+        ng.verify(model, plan, image())

@@ -34,9 +34,9 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> n
     ``training=True``, which trusts closed gates only. Exponential moving averages are models of their own: call this on
     them with the same plan.
     """
+    check_fits(model, plan)
     if plan.layout != "aligned":
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
-    check_fits(model, plan)
     cuts = {**plan.cuts, **_gate_cuts(model, plan)}
     optimizers = optimizers_of(optimizer)
     for each in optimizers if cuts else ():

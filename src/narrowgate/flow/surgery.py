@@ -155,6 +155,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan made for another model, or one that was applied already; nothing is changed before this passes."""
+    _check_kinds(model, plan)
     tensors = tensors_of(model)
     kind = type(model).__name__
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -162,7 +163,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     others = (name for edit in plan.edits.values() for name in (edit.bias, edit.mean) if name)
     for name in (*plan.cuts, *plan.edits, *others):
         if name not in tensors and name not in gone:
-            raise PlanError(f"this plan is for another model: it names {name!r}, which {kind} lacks; plan again")
+            raise PlanError(
+                f"this plan is for another model: it names {name!r}, which {kind} lacks; {_inside(model, name)}"
+            )
     for name, how in plan.cuts.items():
         shape = how.shape if name in gone else tuple(tensors[name].shape)
         if shape != how.shape:
@@ -180,6 +183,26 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         reach += [other for factors in edit.merged.values() for other in factors]
         if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
             raise PlanError(f"the plan edits channels that {name!r} of {kind} does not have; plan again")
+
+
+def _check_kinds(model: nn.Module, plan: Plan) -> None:
+    """Refuse what is no model, and what is no plan though it may hold one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a plan is applied to a model, an nn.Module that was built, got {type(model).__name__}")
+    if not isinstance(plan, Plan):
+        remedy = "what ng.plan returned"
+        if isinstance(plan, str):
+            remedy = "ng.Plan.from_json(text)"
+        elif isinstance(getattr(plan, "plan", None), Plan):  # what a Shrinker's step gives, for an average of weights
+            remedy = f"the plan in this {type(plan).__name__}, its .plan"
+        raise TypeError(f"a plan is needed, got {type(plan).__name__}; give {remedy}")
+
+
+def _inside(model: nn.Module, name: str) -> str:
+    """What to do about a name that a model lacks: wrappers put a word before every name."""
+    wrapped = (key for key, inner in model.named_children() if name in tensors_of(inner))
+    key = next(wrapped, None)
+    return "plan again" if key is None else f"if it is for the model inside, give that one, .{key}"
 
 
 def _is_gate_of(modules: dict[str, nn.Module], name: str) -> bool:

@@ -99,6 +99,9 @@ def verify(
         tolerance: what to allow, relative to the spread of whole outputs. By default what rounding explains.
         other_sizes: try larger images too; not for networks that will only ever see one size.
     """
+    for each in (model, small):
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"verify compares two models, nn.Modules that were built, got {type(each).__name__}")
     args, kwargs = call_arguments(example_inputs)
     half = _half_precision(model, small, (args, kwargs))
     worst: Verification | None = None
@@ -109,19 +112,21 @@ def verify(
             worst = _worst(model, small, trials(args, kwargs, other_sizes), tolerance, half)
     if not worst.passed:
         where = elsewhere(worst.inputs, shapes_of((args, kwargs)))
-        raise VerificationError(_message(worst, tolerance, half) + where)
+        raise VerificationError(_message(worst, tolerance, half, where, trained=any(True for _ in small.parameters())))
     return worst
 
 
-def _message(worst: Verification, tolerance: float | None, half: torch.dtype | None) -> str:
+def _message(worst: Verification, tolerance: float | None, half: torch.dtype | None, where: str, trained: bool) -> str:
     explained = worst.relative_error <= (HALF_NOISE_FACTOR if half else NOISE_FACTOR) * worst.noise
     if tolerance is not None or not explained:
-        return f"the small model is not the same function: {worst}"
+        remedy = "; if either was trained on since the plan was made, plan and compact again" if trained else ""
+        return f"the small model is not the same function: {worst}{where}{remedy}"
     numbers = str(worst).partition(": ")[2]
     remedy = "turn random numbers off if the model draws any, or give inputs for which outputs differ more"
     if half:
         remedy = "plan and compact the model in float32, verify that, and cast the small model afterwards"
-    return f"can't tell whether the small model is the same function, rounding may be all of it: {numbers}; {remedy}"
+    doubt = "can't tell whether the small model is the same function, rounding may be all of it"
+    return f"{doubt}: {numbers}; {remedy}{where}"
 
 
 def _half_precision(model: nn.Module, small: nn.Module, inputs: Any) -> torch.dtype | None:
