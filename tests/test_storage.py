@@ -418,6 +418,24 @@ def test_builders_of_another_model(tmp_path):
         load(tmp_path / "small", with_other_outputs)
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["cut again at the end", "not cut again"])
+def test_builders_without_the_cuts_of_training(tmp_path, again):
+    model = ResNet()
+    gates = ng.attach_gates_(model)
+    shrinker = ng.Shrinker(model, images())
+    for gate in gates.modules():
+        gate.close_(torch.arange(gate.size) < 2)
+    assert shrinker.shrink(0) is not None
+    for gate in gates.modules():
+        gate.close_(torch.arange(gate.size) < again)
+    plan = ng.plan(model, images())
+    assert bool(plan.cuts) == again
+    save(ng.compact(model, plan), plan, tmp_path / "small")
+    with pytest.raises(ValueError, match=r"wider than the one that was planned: .* ng\.compact\(MyModel\(\), shrinker"):
+        load(tmp_path / "small", ResNet)
+    load(tmp_path / "small", lambda: ng.compact(ResNet(), shrinker.plan))
+
+
 def test_builders_that_tie_other_weights(tmp_path):
     saved(tmp_path / "small", Tied)
 

@@ -67,19 +67,40 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     plan = read_plan(path / PLAN, meta)
     model = build(builder)
     uncut = {name: tensor for name, tensor in tensors_of(model, persistent=True) if name not in plan.cuts}
-    check_shapes(uncut, weights, path / WEIGHTS)
     try:
+        check_shapes(uncut, weights, path / WEIGHTS)
         put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
         convert_(model, {**{name: str(tensor.dtype) for name, tensor in weights.items()}, **meta["dtypes"]})
         small = compact(model, plan)
+    except StorageError as error:
+        raise StorageError(f"{error}{_earlier_cuts(model, plan, weights)}") from error
     except (PlanError, AttributeError, KeyError, IndexError) as error:
         built, saved = _class_name(model), meta["class"]
         raise PlanError(
             f"{path / PLAN} does not fit the {built} that builder() returned: {error}. The model saved was a {saved}; "
             "builder has to make that one at full size, as it was before ng.compact"
+            f"{_earlier_cuts(model, plan, weights)}"
         ) from error
     fill_(small, weights, meta["tied"], path / WEIGHTS)
     return small
+
+
+def _earlier_cuts(model: nn.Module, plan: Plan, weights: dict[str, Tensor]) -> str:
+    """What else to do where the builder's model is wider than the planned one, which may have been cut before."""
+    planned = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    planned |= {name: cut.shape for name, cut in plan.cuts.items()}
+    built = {name: tuple(tensor.shape) for name, tensor in tensors_of(model) if name in planned}
+    wider = [
+        len(shape) == len(planned[name]) and all(one >= other for one, other in zip(shape, planned[name], strict=True))
+        for name, shape in built.items()
+        if shape != planned[name]
+    ]
+    if not wider or not all(wider):
+        return ""
+    return (
+        ". It is wider than the one that was planned: if that had been cut while it trained, builder has to cut it as "
+        "well, as in lambda: ng.compact(MyModel(), shrinker.plan)"
+    )
 
 
 def check_target(target: Path) -> None:
