@@ -215,6 +215,11 @@ def test_what_is_nothing_is_said_to_be_nothing(tmp_path):
         open_source(str(tmp_path))
     with pytest.raises(SourceError, match="no folder lenet6, and there is no network 'lenet6'; did you mean lenet5"):
         open_source("lenet6")
+    with pytest.raises(SourceError, match=r"there is no network 'ResNet50'; did you mean torchvision/resnet50\?"):
+        open_source("ResNet50")
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(SourceError, match=r"model\.onnx is a file: give the folder .* --modes onnx"):
+        open_source(str(tmp_path / "model.onnx"))
     with pytest.raises(ModelError, match="lenet5 takes images of 1x28x28"):
         open_source("lenet5", image_shape=(3, 32, 32))
 

@@ -123,6 +123,8 @@ def test_an_unfinished_run_is_no_teacher(taught, data, tmp_path, missing):
             (tmp_path / name).write_bytes((taught / "teacher" / name).read_bytes())
     with pytest.raises(RecipeError, match=rf"teacher\.run.*not the folder of a finished run.*{re.escape(missing)}"):
         train(RESNET, tmp_path / "student", data, f'teacher.run="{tmp_path}"')
+    with pytest.raises(RecipeError, match=r"there is no such folder; the path begins at the current folder, /"):
+        train(RESNET, tmp_path / "student", data, 'teacher.run="runs/gone"')
     assert not (tmp_path / "student").exists()
 
 

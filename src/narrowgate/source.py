@@ -100,6 +100,11 @@ def open_source(
             f"{path} is neither a run (no {RECIPE}) nor a saved network (no {META}): "
             "give a folder that narrowgate train or narrowgate.save wrote"
         )
+    if path.is_file() and what not in names():
+        raise SourceError(
+            f"{path} is a file: give the folder of a run or of a saved network, or a network's name (for the times of "
+            "an exported network, narrowgate measure FOLDER --modes onnx)"
+        )
     return _of_name(what, classes, image_shape)
 
 

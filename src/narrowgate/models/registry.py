@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -66,7 +67,9 @@ def build(name: str, classes: int, *, image_shape: Shape = (3, 32, 32), **option
     if slash and library == "timm":
         return _from_timm(rest, classes, image_shape, options)
     if name not in _PAPER:
-        raise ModelError(_unknown(name, _PAPER) + f" There are {', '.join(names())}")
+        there = next(_in_libraries(name.lower()), "")
+        unknown = f"there is no network {name!r}; did you mean {there}?" if there else _unknown(name, _PAPER)
+        raise ModelError(f"{unknown} There are {', '.join(names())}")
     return _from_paper(name, classes, image_shape, options)
 
 
@@ -139,6 +142,20 @@ def _from_timm(name: str, classes: int, shape: Shape, options: dict[str, Any]) -
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(f"timm/{name} can't be built with {_shown(options)}: {error}") from error
     return model
+
+
+def _in_libraries(name: str) -> Iterator[str]:
+    """What a network of a library that is installed is called here, whose library was left out."""
+    with suppress(ImportError):
+        from torchvision import models
+
+        if name in models.list_models(module=models):
+            yield f"torchvision/{name}"
+    with suppress(ImportError):
+        import timm
+
+        if timm.is_model(name):
+            yield f"timm/{name}"
 
 
 def _unknown(name: str, known: Iterable[str], what: str = "there is no network") -> str:

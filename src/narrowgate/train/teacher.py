@@ -59,6 +59,9 @@ def load_teacher(part: TeacherPart, classes: int, image_shape: Shape, device: to
     if not part.run:
         return None
     folder = Path(part.run).expanduser()
+    if not folder.exists():
+        begins = "" if folder.is_absolute() else f"; the path begins at the current folder, {Path.cwd()}"
+        raise _refused(part, f"there is no such folder{begins}")
     if missing := [name for name in (RECIPE, RESULT, SMALL) if not (folder / name).exists()]:
         raise _refused(part, f"is not the folder of a finished run, it lacks {', '.join(missing)}; train one first")
     try:
