@@ -51,6 +51,26 @@ def test_printing_tells_layer_width_and_why():
     assert any("sort" in line and "no rule" in line for line in lines)
 
 
+def test_layers_that_the_inputs_do_not_lead_through_are_listed():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.extra = nn.Conv2d(3, 6, 3), nn.Linear(4, 6)
+            self.head, self.auxiliary = nn.Linear(6, 2), nn.Linear(6, 1)
+
+        def forward(self, x, more=None):
+            x = self.conv(x).mean((2, 3))
+            x = x if more is None else x + self.extra(more)
+            return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+    model = Optional()
+    close_(model.conv, [0, 1])
+    found = {wall.layer: wall.op for wall in ng.plan(model, image().float()).walls}
+    assert found == {"extra": "not run", "auxiliary": "training only"}
+    both = (image().float(), torch.randn(4, 4))
+    assert {wall.layer: wall.op for wall in ng.plan(model, both).walls} == {"auxiliary": "training only"}
+
+
 def test_rows_are_in_the_order_of_the_network():
     plan = ng.plan(model_with_zeros(), image())
     assert [row.layer for row in plan.rows] == ["stem", "conv1", "conv2", "head"]

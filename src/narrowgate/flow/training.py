@@ -15,6 +15,7 @@ from narrowgate.flow.state import Labels, Values
 from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, layer_of, op_name, trace
 
 _WHY = "it runs in training only"
+_NOT_RUN = "with these inputs; with others that use it, it may no longer fit"
 _NOT_SEEN = "torch.export can't trace it in training mode, and what it does there alone is not seen"
 _REMEDY = "Give example inputs that it takes in training mode too, or cut it when training is over"
 _IN_BOTH_MODES = frozenset("instance_norm dropout feature_dropout".split())
@@ -49,12 +50,21 @@ def pin_training_only(
         return
     flow.seen_in_training = _same_operations(flow.graph, graph, flow.frozen_norms)
     if unseen:
+        flow.walls += _not_run(graph, model, unseen)
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
     if flow.closed is not None and not flow.seen_in_training:
         other = swept(graph, model, flow.constants, flow.closed, flow.numbers)
         flow.join(other)
         flow.walls += [wall for wall in other.walls if wall not in flow.walls]
         _pin_what_differs(flow, other)
+
+
+def _not_run(graph: Graph, model: nn.Module, unseen: set[str]) -> list[Wall]:
+    """Layers through which these inputs lead in neither mode: what would feed them is not known, and may be cut."""
+    used = {name for name, uses in graph.uses().items() if uses}
+    never = [name for name, _ in model.named_parameters() if name in unseen - used]
+    layers = dict.fromkeys(name.rpartition(".")[0] or name for name in never)
+    return [Wall(layer, "not run", _NOT_RUN) for layer in layers]
 
 
 def _pin_what_they_read(flow: Flow, other: Flow, unseen: set[str]) -> None:
