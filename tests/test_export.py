@@ -1,5 +1,6 @@
 """Exported files: they compute what the network does at any batch size, or they are not written."""
 
+import subprocess
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 import narrowgate as ng
 from narrowgate import export as module
-from narrowgate.export import ExportError, export, write_torch
+from narrowgate.export import SUFFIXES, ExportError, export, write_torch
 from narrowgate.flow.layers import IndexedLayer
 
 FORMATS = ("onnx", "torch")
@@ -121,6 +122,29 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
     with pytest.raises(ExportError, match=r"the torch file is not the same function as the model: .*DIFFERENT"):
         export(Residual(), EXAMPLE, path, format="torch")
     assert path.read_bytes() == b"the old one" and len(list(tmp_path.iterdir())) == 1
+
+
+FULL = """
+import resource, sys
+import torch
+from narrowgate.export import ExportError, export
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))  # in place of a disk that is full
+try:
+    export(torch.nn.Linear(100, 100), torch.rand(2, 100), sys.argv[1], format=sys.argv[2])
+except ExportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+def test_a_full_disk_is_told_with_the_file(tmp_path, format):
+    path = tmp_path / ("model" + SUFFIXES[format])
+    done = subprocess.run([sys.executable, "-c", FULL, path, format], capture_output=True, text=True, check=True)
+    assert done.stdout == f"can't write {path}: File too large; choose another --out\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_network_for_one_batch_size_is_refused(tmp_path):

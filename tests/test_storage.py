@@ -470,6 +470,17 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     assert refused.value.filename == str(tmp_path / "page.html") and not list(tmp_path.iterdir())
 
 
+def test_a_disk_that_is_read_only_is_told_with_the_file(tmp_path, monkeypatch):
+    def refused(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(atomic, "write_new", refused)
+    monkeypatch.setattr(atomic.Path, "unlink", refused)
+    with pytest.raises(OSError, match="Read-only") as error:
+        atomic.replace_file(tmp_path / "page.html", b"x")
+    assert error.value.filename == str(tmp_path / "page.html")  # and not the new file's name
+
+
 @pytest.mark.skipif(os.name == "nt", reason="there folders are not synced")
 def test_file_systems_that_sync_files_only(tmp_path, monkeypatch):
     usual = os.fsync

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -47,7 +47,8 @@ def replace_file(target: Path, content: bytes) -> None:
         os.replace(new, target)
         _sync_folder(target.parent)
     except BaseException as error:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed
+            new.unlink(missing_ok=True)
         if isinstance(error, OSError):  # the system names the new file, and of a full disk none
             error.filename = str(target)
         raise

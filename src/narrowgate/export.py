@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import uuid
@@ -67,7 +69,7 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
     # The suffix stays last: torch.export warns about files of another name.
     new = target.with_name(f".{uuid.uuid4().hex[:8]}.new{SUFFIXES[format]}")
     try:
-        _begin(new, target)
+        new.touch()  # to fail now where no file can be written, not after a minute of tracing
         write(model, inputs, new)
         try:
             proof = verify(model, _File(open_(new)), inputs, other_sizes=False)
@@ -75,22 +77,19 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
             raise ExportError(f"the {format} file is not the same function as the model: {error}") from error
         size = new.stat().st_size
         os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
-    return Exported(str(target), format, size, (len(inputs), 2 * len(inputs) + 1), proof)
-
-
-def _begin(new: Path, target: Path) -> None:
-    """Fail now where no file can be written, not after a minute of tracing and in PyTorch's words."""
-    try:
-        new.touch()
     except OSError as error:
-        raise ExportError(f"can't write {target}: {error.strerror}; choose another --out") from error
+        raise ExportError(f"can't write {target}: {error.strerror or error}; choose another --out") from error
+    finally:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            new.unlink(missing_ok=True)
+    return Exported(str(target), format, size, (len(inputs), 2 * len(inputs) + 1), proof)
 
 
 def write_torch(model: nn.Module, example: Tensor, path: str | Path) -> None:
     """Write a ``.pt2`` file, unchecked."""
-    torch.export.save(_program(model, example), path)
+    packed = io.BytesIO()  # on a full disk PyTorch's own writer ends the process
+    torch.export.save(_program(model, example), packed)
+    Path(path).write_bytes(packed.getbuffer())
 
 
 def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
@@ -103,6 +102,8 @@ def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
             onnx_program = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes=_any_batch())
             assert onnx_program is not None
             onnx_program.save(str(path), external_data=False)
+        except OSError:  # of the file
+            raise
         except Exception as error:
             raise ExportError(f"PyTorch's ONNX exporter failed: {_first_line(error)}") from error
 

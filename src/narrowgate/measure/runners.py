@@ -109,7 +109,7 @@ def _onnx_runtime(model: nn.Module, example: Tensor) -> Prepared:
             raise UnavailableError(
                 f'{error.name} is not installed: pip install ".[export]" in the checkout of narrowgate'
             ) from error
-        except ExportError as error:
+        except (ExportError, OSError) as error:  # of a full folder for temporary files, too
             raise UnavailableError(str(error)) from error
     name = session.get_inputs()[0].name
 
