@@ -238,3 +238,29 @@ def test_results_or_inputs_that_numpy_has_no_type_for(tmp_path, takes):
     with pytest.raises(ExportError, match=r"ONNX Runtime can't run the file: .*(?i:bfloat16).*model\.float\(\)"):
         export(model, example, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+class Remembers(nn.Module):
+    """Keeps a table that it makes in its first call."""
+
+    table = None
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(-1, 1, 6)
+        return self.layer(x * self.table)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_model_keeps_for_its_next_call_has_numbers(format, tmp_path):
+    skip_without(format)
+    model, x = Remembers().eval(), torch.rand(3, 6)
+    path = tmp_path / f"model{module.SUFFIXES[format]}"
+    export(model, x, path, format=format)
+    wanted = model.layer(x * torch.linspace(-1, 1, 6))
+    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(outputs(path, format, x), wanted)

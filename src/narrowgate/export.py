@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.trace import in_mode, no_partial_graph
 from narrowgate.flow.verify import Verification, VerificationError, verify
 from narrowgate.weights import uncompiled
@@ -120,7 +121,7 @@ def _program(model: nn.Module, example: Tensor) -> Any:
         warnings.simplefilter("ignore")
         inputs = (_at_least_two(example),)
         try:
-            with no_partial_graph():
+            with no_partial_graph(), nothing_kept(model):
                 return torch.export.export(model, inputs, dynamic_shapes=_any_batch(), strict=False)
         except Exception as error:
             raise ExportError(
