@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.trace import in_mode, no_partial_graph
@@ -96,7 +98,8 @@ def write_torch(model: nn.Module, example: Tensor, path: str | Path) -> None:
 def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
     """Write an ONNX file, weights inside, unchecked."""
     _need_onnx()
-    program = _program(model, example)
+    with _Norms():
+        program = _program(model, example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
         try:
@@ -107,6 +110,32 @@ def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
             raise
         except Exception as error:
             raise ExportError(f"PyTorch's ONNX exporter failed: {_first_line(error)}") from error
+
+
+class _Norms(TorchFunctionMode):
+    """BatchNorm as sums and products for PyTorch 2.6, whose ONNX exporter fails on it with today's onnxscript."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        use = _batch_norm if func is F.batch_norm and torch.__version__ < "2.7" else func
+        return use(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or mean is None or variance is None:
+        return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+    along = (-1, *[1] * (x.dim() - 2))
+    y = (x - mean.reshape(along)) * torch.rsqrt(variance + eps).reshape(along)
+    y = y if weight is None else y * weight.reshape(along)
+    return y if bias is None else y + bias.reshape(along)
 
 
 def _need_onnx() -> None:
