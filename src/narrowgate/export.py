@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import ConstantArgument
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -100,6 +101,11 @@ def write_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
     _need_onnx()
     with _Norms():
         program = _program(model, example)
+    given = [spec.arg for spec in program.graph_signature.output_specs]
+    if other := [arg.value for arg in given if isinstance(arg, ConstantArgument) and arg.value is not None]:
+        raise ExportError(
+            f"an ONNX file can't hold {other[0]!r}, which the network gives out: let it give tensors alone"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
         try:
