@@ -105,6 +105,13 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # PyTorch 2.6
+
+    @_COND.py_impl(Log)
+    def _cond(log: Log, *args: Any) -> Any:
+        return log.__torch_dispatch__(_COND, (), args)
+
+
 class Data(TorchFunctionMode):
     """Records what is handed to no operation: what tensors are made of, as in ``torch.tensor(x.shape[1])``, and slices
     or chunks of more than there is at this image size."""
