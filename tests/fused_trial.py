@@ -7,12 +7,17 @@ import json
 from collections.abc import Callable
 
 import torch
+import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional as F
+from triton.runtime.interpreter import InterpreterBuilder
 
 from narrowgate import models
 from narrowgate.models.mobilenet import InvertedResidual as bottleneck
 from narrowgate.train import depthwise, fused, norm_launch, wide
+
+if not hasattr(InterpreterBuilder, "get_int1_ty"):  # Triton 3.2's interpreter has all types but this; its compiler has
+    InterpreterBuilder.get_int1_ty = lambda self: tl.int1
 
 CHANNELS_LAST = torch.channels_last
 calls: list[int] = []
