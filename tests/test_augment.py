@@ -178,6 +178,8 @@ def test_normalise_refuses_a_std_of_zero():
 
 
 def test_the_host_never_waits_for_the_device():
+    if torch.__version__ < "2.7" and not torch.cuda.is_available():
+        pytest.skip("PyTorch 2.6 makes fake tensors on a GPU only where there is one")
     with FakeTensorMode():
         images, draws = torch.empty(8, 3, 32, 32, dtype=torch.uint8), torch.zeros(8, 3, dtype=torch.int16)
         moved = crop_flip(images.to("cuda"), draws.to("cuda"), 4)
