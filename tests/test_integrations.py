@@ -91,7 +91,9 @@ def plain_loop(settings):
         for images, labels in batches():
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            (loss if settings.proximal else loss + penalty()).backward()
+            loss.backward()
+            if not settings.proximal:  # after it: in one backward, PyTorch 2.6 adds a gate's gradients in another order
+                penalty().backward()
             optimizer.step()
             if settings.proximal:
                 penalty.proximal_(0.05 / (1 - 0.9))
