@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import nn
 
 from narrowgate.models.densenet import densenet40
@@ -99,7 +100,8 @@ def _from_paper(name: str, classes: int, shape: Shape, options: dict[str, Any]) 
 
 def _from_torchvision(name: str, classes: int, shape: Shape, options: dict[str, Any]) -> nn.Module:
     try:
-        from torchvision import models
+        with _outside_devices():
+            from torchvision import models
     except ImportError as error:
         raise ModelError(
             f"torchvision/{name} needs torchvision: pip install '.[train]' in the checkout of narrowgate"
@@ -132,7 +134,8 @@ def _from_torchvision(name: str, classes: int, shape: Shape, options: dict[str, 
 
 def _from_timm(name: str, classes: int, shape: Shape, options: dict[str, Any]) -> nn.Module:
     try:
-        import timm
+        with _outside_devices():
+            import timm
     except ImportError as error:
         raise ModelError(f"timm/{name} needs timm: pip install timm") from error
     if not timm.is_model(name):
@@ -156,6 +159,11 @@ def _in_libraries(name: str) -> Iterator[str]:
 
         if timm.is_model(name):
             yield f"timm/{name}"
+
+
+def _outside_devices() -> AbstractContextManager[Any]:
+    """For imports: both libraries load PyTorch's compiler, and that of 2.6 fails under ``torch.device("meta")``."""
+    return torch.device("cpu")
 
 
 def _unknown(name: str, known: Iterable[str], what: str = "there is no network") -> str:
