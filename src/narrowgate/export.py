@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from narrowgate.flow.keepsakes import nothing_kept
-from narrowgate.flow.trace import in_mode, no_partial_graph
+from narrowgate.flow.trace import exporting, in_mode
 from narrowgate.flow.verify import Verification, VerificationError, verify
 from narrowgate.weights import uncompiled
 
@@ -156,7 +155,7 @@ def _program(model: nn.Module, example: Tensor) -> Any:
         warnings.simplefilter("ignore")
         inputs = (_at_least_two(example),)
         try:
-            with no_partial_graph(), nothing_kept(model):
+            with exporting(model):
                 return torch.export.export(model, inputs, dynamic_shapes=_any_batch(), strict=False)
         except Exception as error:
             raise ExportError(

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,7 @@ def trace(
     with in_mode(model, train, frozen), _batches_not_counted(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _no_stack_traces(), no_partial_graph(), nothing_kept(model):
+            with _no_stack_traces(), exporting(model):
                 program = torch.export.export(model, args, kwargs, strict=False)
             graph = inlined(program.graph_module)
             _refuse_unknown_sizes(graph)
@@ -228,7 +228,16 @@ def _no_stack_traces() -> Iterator[None]:
 
 
 @contextmanager
-def no_partial_graph() -> Iterator[None]:
+def exporting(model: nn.Module) -> Iterator[None]:
+    """For calls of torch.export: nothing is printed or left behind, and parts in torch.compile are traced plainly."""
+    compiler = sys.modules.get("torch._dynamo.config")
+    plainly = nullcontext() if compiler is None else compiler.patch(error_on_nested_fx_trace=False)  # PyTorch 2.6
+    with _no_partial_graph(), nothing_kept(model), plainly:
+        yield
+
+
+@contextmanager
+def _no_partial_graph() -> Iterator[None]:
     """Where torch.export fails, it prints the graph so far, hundreds of lines, before an error that says enough."""
     printed = io.StringIO()
     with redirect_stderr(printed):
