@@ -6,6 +6,8 @@ from flow_helpers import Net, close_, image, kept, prepare_, settle_, shrink_all
 from torch import nn
 from torch.nn import functional as F
 
+import narrowgate as ng
+
 
 class Block(nn.Module):
     """A residual block, pre-activation or not, with a projection if widths differ."""
@@ -141,6 +143,23 @@ def test_squeeze_excite_goes_with_its_inputs():
     plan, _ = shrink_all(model, image())
     assert kept(plan, "0.weight") == kept(plan, "1.up.weight") == kept(plan, "1.down.weight", 1) == [2, 3, 4, 5]
     assert kept(plan, "1.down.weight") == [0, 1, 3]
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_a_global_pool_of_channels_last(layout):
+    """Whose result PyTorch 2.6 writes down anew where it has several channels, by their number."""
+
+    def body(net, x):
+        x = net.out(F.gelu(net.mlp(net.stem(x).permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
+        return net.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    layers = {"stem": nn.Conv2d(3, 6, 3), "mlp": nn.Linear(6, 8), "out": nn.Linear(8, 6), "head": nn.Linear(6, 4)}
+    net = Net(body, **layers).double().eval()
+    for layer, dead in ((net.stem, [0, 1]), (net.mlp, [2, 3]), (net.out, [1, 5])):
+        close_(layer, dead)
+    plan = ng.plan(net, image(), layout=layout)
+    assert plan.parameters_after == (3 * 9 + 1) * 4 + (4 + 1) * 6 + (6 + 1) * 4 + (4 + 1) * 4
+    ng.verify(net, ng.compact(net, plan), image())
 
 
 def test_a_closed_scale_closes_its_channel():
