@@ -481,3 +481,29 @@ def test_a_gate_that_opened_after_the_plan_is_named_as_what_may_be_wrong():
         ng.verify(model, ng.compact(model, plan), image())
     with pytest.raises(TypeError, match=r"two models, nn\.Modules that were built, got Plan"):
         ng.verify(model, plan, image())
+
+
+def cancelling():
+    """Two constants of about 1000 that the norm's mean takes away, beside a signal of a hundredth."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1, bias=False), nn.BatchNorm2d(5)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(0.01)
+        model[0].weight[:2] = 0.0
+        model[0].bias.copy_(torch.tensor([999.7, 1003.1, 0.0, 0.0]))
+        model[2].running_mean.copy_(model[1].weight[:, :, 0, 0] @ model[0].bias)
+        model[2].running_var.fill_(1e-5)
+    return model
+
+
+def test_rounding_where_constants_nearly_cancel_is_that_of_weights():
+    model, x = cancelling(), torch.randn(4, 3, 8, 8)
+    small = ng.compact(model, ng.plan(model, x))
+    assert small[0].out_channels == 2
+    result = ng.verify(model, small, x)
+    assert result.relative_error > 1e-4  # more than another last digit of the inputs explains
+    ng.verify(model.double(), ng.compact(model, ng.plan(model, x.double())), x.double(), tolerance=1e-8)
+    with torch.no_grad():
+        small[1].weight[0] *= 1.1
+    with pytest.raises(VerificationError, match="DIFFERENT"):
+        ng.verify(model.float(), small, x)

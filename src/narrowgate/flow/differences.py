@@ -12,7 +12,7 @@ from torch import Tensor
 # Relative to the spread of outputs: what rounding explains in each precision, or this many times the measured noise.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 NOISE_FACTOR = 100.0
-HALF_NOISE_FACTOR = 3.0  # there the noise is that of all weights, not of one rounding in the inputs
+WEIGHTS_NOISE_FACTOR = 3.0  # where the noise is that of all weights, not of one rounding in the inputs
 _LARGEST_TOLERANCE = 0.5  # more would pass another function
 # Of thousands of channels some have a spread that is small by chance: for one alone more is allowed, by this factor,
 # and at least so many roundings of its numbers. A channel of fewer numbers than these is not judged alone.
@@ -41,13 +41,15 @@ class Limits:
 
     tolerance: float | None = None
     half_floor: float | None = None
+    of_weights: bool = False
+    """Whether the noise is that of all weights and not of the inputs."""
 
     def allowed(self, noise: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
         """Relative to the spread, for each part; ``factor`` times what a whole output may."""
         if self.tolerance is not None:
             return torch.full_like(noise, self.tolerance)
         floor = self.half_floor or TOLERANCE.get(dtype, 1e-4)
-        times = HALF_NOISE_FACTOR if self.half_floor else NOISE_FACTOR
+        times = WEIGHTS_NOISE_FACTOR if self.half_floor or self.of_weights else NOISE_FACTOR
         return (factor * times * noise).clamp(max=_LARGEST_TOLERANCE).clamp(min=factor * floor)
 
 
@@ -68,7 +70,7 @@ def worst_part(want: Tensor, got: Tensor, others: Sequence[Tensor], limits: Limi
         dtype: the precision that the outputs had.
     """
     parts = [_judged(want, got, others, None, limits, dtype)]
-    if limits == Limits():
+    if limits.tolerance is None and limits.half_floor is None:
         parts += [_judged(want, got, others, axis, limits, dtype) for axis in _channel_axes(want)]
     return max(parts, key=lambda part: part.excess)
 
