@@ -39,8 +39,9 @@ class Verification:
 
     ``relative_error`` is the largest difference over the spread of outputs across inputs, 0 where it is no more than
     the outputs' own last digits; ``noise`` is what a change of the inputs by one unit in the last place does, on the
-    same scale, or of the weights where they are in half precision or more than that is needed. These two and the tolerance are of the whole output
-    or of one of its channels, ``where``, whichever is worse; for inputs of the shapes ``inputs``.
+    same scale, or of the weights where they are in half precision or that of the inputs does not explain it. These two
+    and the tolerance are of the whole output or of one of its channels, ``where``, whichever is worse; for inputs of
+    the shapes ``inputs``.
     """
 
     max_error: float
