@@ -121,6 +121,18 @@ def test_slimming_prunes_a_share_of_all_scales_by_size():
             close_smallest_(gates, share)
 
 
+def test_a_layer_that_training_closed_has_no_largest_gate_that_another_closes_for():
+    """Penalties leave closed gates beside zero, not at it: these are closed all the same, and count."""
+    model = Small()
+    gates = ng.attach_gates_(model)
+    with torch.no_grad():
+        gates["conv1"].g.copy_(torch.tensor([1e-4, -5e-5, 2e-5, 0.0]))
+        gates["conv2"].g.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
+    assert gates.closed_fraction() == 4 / 9
+    assert close_smallest_(gates, 4 / 9) == 0 and gates.closed_fraction() == 4 / 9
+    assert close_smallest_(gates, 6 / 9) == 2 and gates["conv2"].g.count_nonzero() == 3
+
+
 @pytest.mark.parametrize(("per_layer", "closes"), [(False, [2, 2]), (True, [1, 3])])
 def test_a_share_to_close_is_of_the_gates_that_there_were(per_layer, closes):
     model = Small()

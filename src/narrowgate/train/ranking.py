@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from narrowgate.gates import Gate, HardConcreteGate
+from narrowgate.gates import ExponentialGate, Gate, HardConcreteGate, exponential_gate, hard_concrete_gate
 from narrowgate.gateset import Gates
 
 
@@ -41,7 +41,9 @@ class Ranking:
             size = _size(gate, now).masked_fill(closed, 0.0)
             if relative and size.any():
                 size = size * (size.sum() / size.square().sum())
-            key = torch.where(closed, _size(gate, past) * 1e-9, size)
+            # One that was closed before as well would only go back to its number near 0: no layer is to keep that.
+            was = _size(gate, past).masked_fill(_value(gate, past) <= threshold, 0.0)
+            key = torch.where(closed, was * 1e-9, size)
             self.open.append(torch.where(closed, past, now))
             sizes.append(size)
             keys.append(key)
@@ -110,6 +112,15 @@ def _size(gate: Gate, g: Tensor) -> Tensor:
     """How far gates are from closing."""
     if isinstance(gate, HardConcreteGate):
         return (g - math.log(-gate.stretch[0] / gate.stretch[1])).clamp(min=0.0)
+    return g.abs()
+
+
+def _value(gate: Gate, g: Tensor) -> Tensor:
+    """The factors that these numbers stand for."""
+    if isinstance(gate, ExponentialGate):
+        return exponential_gate(g)
+    if isinstance(gate, HardConcreteGate):
+        return hard_concrete_gate(g, sample=False, stretch=gate.stretch)
     return g.abs()
 
 
