@@ -155,6 +155,16 @@ def test_a_closed_hard_concrete_gate_stays_closed_when_sampled():
     assert (samples[:, [0, 3]] == 0).all() and (samples[:, [1, 2]] > 0).any(0).all()
 
 
+@pytest.mark.parametrize("temperature", [0.1, 2 / 3, 3.0])
+@pytest.mark.parametrize("stretch", [(-0.1, 1.1), (-1e-6, 1.1), (-0.5, 1.1)])
+def test_no_draw_opens_a_closed_hard_concrete_gate(monkeypatch, temperature, stretch):
+    gate = HardConcreteGate(3, temperature=temperature, stretch=stretch)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(high))
+    assert (gate.value() > 0).all()
+    gate.close_(torch.tensor([True, False, True]))
+    assert (gate.value() == 0).tolist() == (gate.final_value() == 0).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize(("temperature", "stretch"), [(0.0, (-0.1, 1.1)), (0.5, (0.0, 1.1)), (0.5, (-0.1, 1.0))])
 def test_a_hard_concrete_gate_that_could_not_close_or_open_is_refused(temperature, stretch):
     with pytest.raises(ValueError, match="temperature > 0 and stretch around"):

@@ -24,6 +24,9 @@ CLOSING_POINT = 2.0**-12.5
 # while 2**-12.5 itself would be rounded *down* to a float32 that is inside the closed range.
 _FIRST_OPEN_FLOAT32 = float.fromhex("0x1.6a09e8p-13")
 
+_LEAST_DRAW = 1e-6
+_FARTHEST_DRAW = 14.0  # a little more than how far from 0 the logit of a number drawn in [1e-6, 1 - 1e-6] can be
+
 
 def exponential_gate(g: Tensor) -> Tensor:
     """``1 - exp(-g^2)``, exactly 0 (with gradient 0) where ``|g| < 2**-12.5``; at least float32 whatever g is."""
@@ -46,7 +49,7 @@ def hard_concrete_gate(
     low, high = stretch
     log_alpha = at_least_float32(log_alpha)
     if sample:
-        u = torch.empty_like(log_alpha).uniform_(1e-6, 1 - 1e-6)
+        u = torch.empty_like(log_alpha).uniform_(_LEAST_DRAW, 1 - _LEAST_DRAW)
         s = torch.sigmoid((u.log() - (-u).log1p() + log_alpha) / temperature)
         return (s * (high - low) + low).clamp(0.0, 1.0)
     value = (torch.sigmoid(log_alpha) * (high - low) + low).clamp(0.0, 1.0)
@@ -176,8 +179,9 @@ class HardConcreteGate(Gate):
 
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
-        # Far below the closing point log(-low / high), where samples are closed too.
-        put_(self.g, whole(self.g).masked_fill(mask, 2 * math.log(-self.stretch[0] / self.stretch[1]) - 10.0))
+        # So far below the closing point that samples are closed too, whatever is drawn.
+        point = math.log(-self.stretch[0] / self.stretch[1])
+        put_(self.g, whole(self.g).masked_fill(mask, min(point, self.temperature * point) - _FARTHEST_DRAW))
 
     @torch.no_grad()
     def open_least_closed_(self) -> int:
