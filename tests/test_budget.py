@@ -333,6 +333,17 @@ def test_without_steering_the_target_is_met_in_time_all_the_same():
     assert left(model, "params") == pytest.approx(0.4, abs=0.02)
 
 
+def test_a_share_of_the_epochs_that_is_a_whole_number_of_them_is_that_number():
+    """7 % of 100 epochs are 7, though 0.07 * 100 is a little more."""
+    model, gates = gated()
+    budget = Budget("params: 40%", model, EXAMPLE, ng.Penalty(gates, "l1", 1e-3), 100, steer=False, arrive=0.07)
+    budget.step(5)
+    assert not budget.holding
+    with pytest.warns(UserWarning, match="are closed at once"):
+        budget.step(6)
+    assert budget.holding
+
+
 class Broad(nn.Sequential):
     """One hidden layer of many neurons."""
 

@@ -173,7 +173,7 @@ class Budget:
         _check_whole(self.penalty)
         self.penalty.gates.values()  # raises if one is NaN
         ranks = self._ranks()
-        last = epoch + 1 >= min(self.epochs, math.ceil(self.arrive * self.epochs))
+        last = epoch + 1 >= min(self.epochs, math.ceil(round(self.arrive * self.epochs, 9)))
         with random_numbers_kept(self.model):
             if self._looks(epoch, ranks, last or self.holding):
                 self._look_(epoch, ranks, last or self.holding)
