@@ -220,6 +220,17 @@ def test_gates_that_are_frozen_stay(kind):
         Budget("params: 10%", model, EXAMPLE, ng.Penalty(gates, "l1", 0.1), 1)
 
 
+def test_hard_concrete_gates_that_are_frozen_stay_when_the_penalty_ends():
+    model, gates = gated(Simple, "hard-concrete")
+    first, second = gates.modules()
+    first.g.requires_grad_(False)
+    before = first.g.clone()
+    budget = Budget("params: 80%", model, EXAMPLE, ng.Penalty(gates, "l0", 0.1), 1)
+    budget.step(0)
+    assert budget.holding and torch.equal(first.g, before)
+    assert (second.g > 2.9).any()  # a control: those that train are opened wide
+
+
 def test_with_a_relative_penalty_gates_are_compared_within_their_layer():
     """The same gates a tenth as large in one layer: each layer loses about the same share."""
     model, gates = gated(Residual)

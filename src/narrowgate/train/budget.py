@@ -300,7 +300,7 @@ class Budget:
             return
         self.holding, self._strength = True, 0.0
         for gate in self._modules:
-            if isinstance(gate, HardConcreteGate):  # its samples would go on closing it
+            if isinstance(gate, HardConcreteGate) and gate.learns:  # its samples would go on closing it
                 with torch.no_grad():
                     gate.g.copy_(torch.where(gate.final_value() > 0, gate.g.clamp(min=_WIDE_OPEN), gate.g))
             for optimizer in optimizers_of(self.optimizer):
