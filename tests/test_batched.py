@@ -294,6 +294,25 @@ def test_gates_of_another_dtype_are_computed_apart():
     assert_same(model(x), alone(x))
 
 
+def test_frozen_layers_ask_for_no_gradient_because_of_others():
+    """As in the plain model: else each backward pass would go through a frozen backbone for nothing."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    spread_gates_(ng.attach_gates_(model))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    model[2].gate.requires_grad_(False)  # its weight still learns
+    asks = {}
+    for i, layer in enumerate(model):
+        layer.register_forward_hook(lambda layer, args, y, i=i: asks.update({i: y.requires_grad}))
+    x = torch.randn(3, 4)
+    alone = run(layer_by_layer(model), x)
+    assert asks == {0: False, 1: False, 2: True, 3: True, 4: True}
+    asks.clear()
+    for ours, theirs in zip(run(model, x), alone, strict=True):
+        assert_same(ours, theirs)
+    assert asks == {0: False, 1: False, 2: True, 3: True, 4: True}
+
+
 def test_data_parallel_replicas_compute_their_own(computed_alone):
     model = gated_convnet()
     model.__dict__["_is_replica"] = True  # what torch.nn.parallel.replicate sets

@@ -151,7 +151,8 @@ def _prepare(layers: dict[str, GatedLayer]) -> None:
 
 
 def _prepare_rows(layers: dict[str, GatedLayer], values: _Values) -> None:
-    # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers.
+    # Rows (output channels) of equal length are stacked, so that one multiplication serves many layers. Frozen ones lie
+    # apart: beside others their outputs would call for gradients, which then go through layers that need none.
     stacks: dict[Any, list[tuple[GatedLayer, Tensor]]] = {}
     for layer in layers.values():
         for key in ("weight", "bias"):
@@ -159,9 +160,11 @@ def _prepare_rows(layers: dict[str, GatedLayer], values: _Values) -> None:
             if tensor is not None:
                 half = autocast_dtype(tensor) if isinstance(layer, _CASTS_UNDER_AUTOCAST) else None
                 rows = _rows(tensor)
-                stacks.setdefault((key, rows.shape[1], tensor.dtype, tensor.device, half), []).append((layer, rows))
+                trains = tensor.requires_grad or _only_gate(layer).learns
+                alike = (key, rows.shape[1], tensor.dtype, tensor.device, half, trains)
+                stacks.setdefault(alike, []).append((layer, rows))
     made: dict[int, dict[str, Tensor]] = {id(layer): {} for layer in layers.values()}
-    for (key, _, dtype, _, half), members in stacks.items():
+    for (key, _, dtype, _, half, _), members in stacks.items():
         factor = values.of([layer for layer, _ in members]).to(dtype)
         scaled = torch.cat([rows for _, rows in members]) * factor[:, None]
         if half is not None:  # casting the whole stack saves autocast a kernel a layer
@@ -181,13 +184,13 @@ def _aligned(piece: Tensor) -> Tensor:
 
 
 class _Values:
-    """The gate values of layers, computed in one go per device and dtype."""
+    """The gate values of layers, computed in one go per device and dtype, and those of frozen gates apart."""
 
     def __init__(self, layers: dict[str, GatedLayer]) -> None:
         groups: dict[Any, dict[str, GatedLayer]] = {}
         for name, layer in layers.items():
             g = _only_gate(layer).g
-            groups.setdefault((g.device, g.dtype), {})[name] = layer
+            groups.setdefault((g.device, g.dtype, g.requires_grad), {})[name] = layer
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
         for members in groups.values():
