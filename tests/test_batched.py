@@ -313,6 +313,30 @@ def test_frozen_layers_ask_for_no_gradient_because_of_others():
     assert asks == {0: False, 1: False, 2: True, 3: True, 4: True}
 
 
+class Heads(nn.Module):
+    """Two networks that share nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)) for _ in range(2))
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.a(x), self.last(self.b(x))
+
+
+def test_outputs_that_share_nothing_can_go_backward_one_by_one():
+    """docs/own-loop.md says how."""
+    model = Heads()
+    spread_gates_(ng.attach_gates_(model))
+    alone = layer_by_layer(model)
+    x = torch.randn(3, 4)
+    for first, second in ((loss.square().sum() for loss in each(x)) for each in (model, alone)):
+        first.backward(retain_graph=True)
+        second.backward()
+    assert_same(gradients(model), gradients(alone))
+
+
 def test_data_parallel_replicas_compute_their_own(computed_alone):
     model = gated_convnet()
     model.__dict__["_is_replica"] = True  # what torch.nn.parallel.replicate sets
