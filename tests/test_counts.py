@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import narrowgate as ng
 from narrowgate.measure import compare, summarize
+from narrowgate.measure.tables import short
 
 
 def only_layer(model, *inputs, **options):
@@ -429,3 +430,8 @@ def test_inputs_that_do_not_fit_are_said_once(capfd):
     with pytest.raises(RuntimeError, match=r"Joined fails on one sample of the example inputs: .*Sizes of tensors"):
         summarize(Joined(), torch.rand(2, 3, 7, 7))
     assert not capfd.readouterr().err
+
+
+def test_a_number_is_said_in_the_unit_that_it_rounds_to():
+    numbers = [0, 999, 1000, 999_994, 999_995, 999_999_999, 4_090_000_000]
+    assert list(map(short, numbers)) == ["0", "999", "1.00 k", "999.99 k", "1.00 M", "1.00 G", "4.09 G"]

@@ -33,6 +33,6 @@ def share(before: int, after: int) -> str:
 def short(number: int) -> str:
     """A number as people say it: ``4.09 G``."""
     for size, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
+        if number >= 0.999995 * size:  # what would be shown as 1000.00 of the unit below
             return f"{number / size:.2f} {letter}"
     return str(number)

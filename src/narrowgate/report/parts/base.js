@@ -17,14 +17,15 @@ const percent = (share, digits = 1) => (known(share) ? `${(100 * share).toFixed(
 const whole = (value) => (known(value) ? Math.round(value).toLocaleString("en-GB") : "not known");
 function short(value, digits = 3) {
   if (!known(value)) return "not known";
+  const rounded = Number(value.toPrecision(digits)); // 999,999 is 1 M, not 1000 k
   for (const [size, unit] of [
     [1e9, " G"],
     [1e6, " M"],
     [1e3, " k"],
   ]) {
-    if (Math.abs(value) >= size) return Number((value / size).toPrecision(digits)) + unit;
+    if (Math.abs(rounded) >= size) return Number((value / size).toPrecision(digits)) + unit;
   }
-  return String(Number(value.toPrecision(digits)));
+  return String(rounded);
 }
 const count = (value) => (known(value) && value >= 1e6 ? short(value) : whole(value));
 function time(seconds) {
