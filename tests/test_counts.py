@@ -294,6 +294,17 @@ def test_gates_are_counted_apart_and_closed_ones_save_nothing(kind):
     assert ("gates" in str(gated).splitlines()[1]) == (kind == "exponential")
 
 
+def test_gates_of_groups_are_counted_once():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    plain = summarize(model, torch.randn(2, 8))
+    slices = ("0.weight", 0), ("0.bias", 0), ("2.weight", 1)
+    groups = {name: [(*one, where) for one in slices] for name, where in {"a": [0, 1], "b": [4, 5, 7]}.items()}
+    ng.attach_gates_(model, groups=groups)
+    gated = summarize(model, torch.randn(2, 8))
+    assert gated.parameters == plain.parameters and [layer.gates for layer in gated.layers] == [2, 0]
+    assert gated.parameters + gated.gates == sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("layout", ["aligned", "scatter"])
 def test_a_compacted_model_costs_what_its_plan_says(layout):
     model = ConvNet()

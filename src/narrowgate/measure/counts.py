@@ -193,7 +193,8 @@ def _layers(model: nn.Module, records: _Records) -> tuple[Layer, ...]:
         if isinstance(module, Gate):
             continue
         parameters = _count_new(module, seen)
-        gates = sum(_count_new(child, seen) for child in module.children() if isinstance(child, Gate))
+        owned = [part for child in module.children() if isinstance(child, Gate) for part in child.modules()]
+        gates = sum(_count_new(part, seen) for part in owned)  # a group's numbers lie in a gate within the layer's
         record = records[name]
         has_own = any(parameter is not None for parameter in module._parameters.values())
         if not (has_own or gates or record.multiply_adds or record.results):
