@@ -159,6 +159,18 @@ def test_gates_that_have_to_stay_are_not_planned_again_and_again(monkeypatch):
     assert shrinker.step(3) is not None and len(planned) == 2
 
 
+def test_gates_that_opened_again_are_not_counted_against_others_that_close():
+    model, gates = gated()
+    shrinker = Shrinker(model, image(), every=2, share=0.1)
+    gates["bn2"].close_(torch.arange(8) < 6)  # the stream needs these channels
+    assert [shrinker.step(epoch) for epoch in range(2)] == [None, None]
+    with torch.no_grad():
+        gates["bn2"].g.fill_(1.0)
+    assert shrinker.step(2) is None
+    gates["bn1"].close_(torch.arange(8) < 4)  # an eighth of all gates
+    assert shrinker.step(3) is not None and shrinker.removed == 4
+
+
 def test_gates_and_penalty_stay_valid_and_the_counts_are_of_the_original():
     model, gates = gated()
     penalty = ng.Penalty(gates, "l1", 1.0)

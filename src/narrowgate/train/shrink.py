@@ -113,10 +113,11 @@ class Shrinker:
 
     def step(self, epoch: int) -> Shrunk | None:
         """Call after each epoch (counted from 0): cut if it is time and enough gates have closed; what was done."""
+        closed = self._closed()
+        self._seen = min(self._seen, closed)  # those that opened again are news when they close
         if self.every and (epoch + 1) % self.every:
             return None
-        new = self._closed() - self._seen
-        if new < max(1, self.share * self._gates.count):
+        if closed - self._seen < max(1, self.share * self._gates.count):
             return None
         return self.shrink(epoch)
 
