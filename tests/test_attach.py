@@ -12,6 +12,17 @@ from narrowgate.gates import HardConcreteGate
 from narrowgate.models import LeNet5, PreActResNet
 
 
+def tied_norms():
+    """Three convolutions with norms, of which the first two have one scale and shift."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(3)]
+    convs = [nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 3, 3)]
+    model = nn.Sequential(*(each for pair in zip(convs, norms, strict=True) for each in (*pair, nn.ReLU())))
+    model.append(nn.Conv2d(3, 2, 1))
+    norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
+    return model.double().eval()
+
+
 class TestWhichLayers:
     @pytest.mark.parametrize(("build", "layers"), [("resnet18", 20), ("mobilenet_v2", 52), ("vit_b_16", 25)])
     def test_every_convolution_and_linear_layer_but_the_last(self, build, layers):
@@ -46,6 +57,23 @@ class TestWhichLayers:
         gates = ng.attach_gates_(model, last=True, inputs=named("3"))
         assert gates.names == ["4"]
         assert gates.skipped["3"] == "its weight is shared with 2, which a gate would split"
+
+    @pytest.mark.parametrize("keep_function", [True, False])
+    def test_a_norm_whose_scale_is_anothers_too_leaves_the_gate_to_its_layer(self, keep_function):
+        model, x = tied_norms(), torch.randn(2, 1, 9, 9, dtype=torch.float64)
+        before, plain = model(x).detach(), tied_norms()
+        gates = ng.attach_gates_(model, placement="after-norm", keep_function=keep_function)
+        assert gates.names == ["0", "3", "7"]  # and not 6, whose norm has a scale of its own
+        assert not keep_function or torch.allclose(model(x), before, rtol=1e-9)
+        spread_gates_(gates)
+        plain.load_state_dict(ng.plain_state_dict(model))
+        assert_same(plain(x), model(x), rtol=1e-9, atol=1e-12)
+
+    def test_a_scale_that_two_norms_share_has_linear_gates_once(self):
+        model = tied_norms()
+        gates = ng.attach_gates_(model, "linear")
+        assert gates.names == ["1", "7"] and gates.skipped == {"4": "its scale is that of 1, which has gates"}
+        assert gates.count == 7 and ng.Penalty(gates, "l1", 2.0)().item() == pytest.approx(2.0 * 7 * 0.5)
 
     def test_a_module_used_under_two_names_has_one_gate(self):
         class Shared(nn.Module):

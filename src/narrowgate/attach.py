@@ -193,6 +193,7 @@ def _attach_linear_(model: nn.Module, where: Where | None, init: float | None) -
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     chosen: dict[str, _BatchNorm] = {}
     skipped: dict[str, str] = {}
+    owner: dict[int, str] = {}
     for name, norm in norms.items():
         if where is not None and not where(name, norm):
             continue
@@ -200,6 +201,8 @@ def _attach_linear_(model: nn.Module, where: Where | None, init: float | None) -
             skipped[name] = "it has no scale (affine=False)"
         elif not norm.weight.requires_grad:
             skipped[name] = "its scale is frozen (requires_grad=False)"
+        elif owner.setdefault(id(norm.weight), name) != name:
+            skipped[name] = f"its scale is that of {owner[id(norm.weight)]}, which has gates"
         else:
             check_gate_fits(name, norm, "gate")
             chosen[name] = norm

@@ -73,7 +73,9 @@ def find_sites(
     """The gates to make, in the model's order, and why a layer was skipped; nothing is changed."""
     skipped: dict[str, str] = {}
     refused = _refusals(model)
-    followers = norms_that_follow(model) if after_norm else {}
+    # A norm whose scale is another's too would take that one's gate into both: its layer is gated itself.
+    found = norms_that_follow(model).items() if after_norm else ()
+    followers = {name: norm for name, norm in found if norm[0] not in refused}
     inputs = inputs or _inputs_named_in(model)
     layers = layers_of(model)
     sites: list[Site] = []
