@@ -429,6 +429,20 @@ def test_frozen_filters_take_no_proximal_step():
     assert (model.conv2.weight.abs().sum((1, 2, 3)) < before.conv2.weight.abs().sum((1, 2, 3))).all()
 
 
+@pytest.mark.parametrize("how", ["one norm", "one scale", "two norms"])
+def test_a_closed_filter_takes_no_norm_along_that_others_need(how):
+    model = nn.Module()
+    model.a, model.norm, model.b = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(1, 4, 3)
+    model.again = model.norm if how == "one norm" else nn.BatchNorm2d(4)
+    if how == "one scale":
+        model.again.weight, model.again.bias = model.norm.weight, model.norm.bias
+    model.last = nn.Conv2d(4, 2, 1)
+    nn.init.constant_(model.norm.bias, 0.5)
+    filters_of(model, 2)["a"].close_(torch.tensor([True, False, False, False]))
+    assert (model.a.weight[0] == 0).all() and model.a.bias[0] == 0
+    assert bool(model.norm.weight[0] == model.norm.bias[0] == 0) == (how == "two norms")
+
+
 def test_magnitude_pruning_takes_the_smallest_filters_of_each_layer():
     model = Small()
     recipe = recipe_for("magnitude", "finish.close=0.5")

@@ -5,6 +5,7 @@ They are no layers of their own: a group is a part of a layer's weight, and its 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import cast
 
 import torch
@@ -129,10 +130,12 @@ def filters_of(model: nn.Module, order: int, where: Where | None = None, inputs:
     behind, _ = find_sites(model, where, True, inputs, None, False)  # the same, but for the norms that follow
     if not sites:
         raise ValueError(f"{type(model).__name__} has no convolution or linear layer whose filters could be pruned")
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     gates: dict[str, Gate] = {}
     for site, other in zip(sites, behind, strict=True):
         _check_fits(site)
-        norm = other.layer if isinstance(other.layer, _BatchNorm) else None
+        # A norm that has two names may follow other filters too, which stay.
+        norm = other.layer if isinstance(other.layer, _BatchNorm) and uses[other.layer] == 1 else None
         gates[site.label] = FilterGate(site, order, norm)
     return Filters(f"filter-l{order}", gates, skipped)
 
