@@ -547,6 +547,23 @@ def test_a_copy_of_a_model_and_its_accelerated_steps_goes_the_same_way():
         assert not torch.equal(twin.conv1.gate.g, before) and torch.equal(model.conv1.gate.g, before)
 
 
+@pytest.mark.parametrize("kind", ["exponential", "linear", "hard-concrete", "scaling", "filters"])
+def test_values_are_those_of_the_moment(kind):
+    model = Small()
+    if kind == "filters":
+        gates = filters_of(model, 2)
+    else:
+        gates = ng.attach_gates_(model, "exponential" if kind == "scaling" else kind)
+        gates = use_scaling_gates_(model) if kind == "scaling" else gates
+    then = gates.values()
+    kept = copy.deepcopy(then)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5).add_(0.1)
+    assert_same(then, kept)
+    assert not any(torch.equal(now, then[name]) for name, now in gates.values().items())
+
+
 def test_frozen_scaling_factors_take_no_accelerated_step():
     model = Small()
     ng.attach_gates_(model)

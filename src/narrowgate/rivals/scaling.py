@@ -22,6 +22,10 @@ class ScalingGate(Gate):
     def value(self) -> Tensor:
         return self.g
 
+    def final_value(self) -> Tensor:
+        """The factor as it is now, which later steps leave alone."""
+        return self.g.detach().clone()
+
     @torch.no_grad()
     def close_(self, mask: Tensor) -> None:
         self.g.masked_fill_(mask, 0.0)
