@@ -361,6 +361,34 @@ def chooses_by_value(net, x):
     return net.conv2(x) * torch.cond(x.sum() > 0, lambda y: y * width, lambda y: y / width, (x.new_ones(1),))
 
 
+@torch.library.custom_op("narrowgate_tests::flip", mutates_args=())
+def flip(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return x.flip(1)
+
+
+@torch.library.custom_op("narrowgate_tests::neg_", mutates_args=())
+def neg_(x: torch.Tensor) -> torch.Tensor:
+    return -x.flip(1)
+
+
+flip.register_fake(lambda x, dims: torch.empty_like(x))
+flip.register_autograd(lambda ctx, grad: (grad.flip(1), None))
+neg_.register_fake(torch.empty_like)
+neg_.register_autograd(lambda ctx, grad: -grad.flip(1))
+
+
+@trap
+def turns_channels_by_an_operation_with_a_known_name(net, x):
+    return net.conv2(flip(net.conv1(x), [2]))
+
+
+@trap
+def turns_channels_not_in_place_by_an_operation_with_a_known_name(net, x):
+    x = net.conv1(x)
+    y = neg_(x)
+    return net.conv2(x + 2 * y)
+
+
 @pytest.mark.parametrize("body", TRAPS, ids=lambda body: body.__name__)
 def test_same_function(body):
     shrink_all(chain(body), image(), removes=None, also=[image(size=11, batch=3)])

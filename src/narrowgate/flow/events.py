@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
 from narrowgate.flow.splits import asked_for, kind_of_split, sliced
+from narrowgate.flow.trace import name_of
 from narrowgate.flow.unknown import has_numbers
 
 RESHAPES = ("view", "_unsafe_view", "_reshape_alias", "reshape")
@@ -90,7 +91,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _moves_nothing(func, args):
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        name = name_of(func)
         # A reshape copies or not as memory lies; that may differ for a width of 1.
         name = "view" if name in RESHAPES else name
         if not self.paused and name != "clone":

@@ -57,12 +57,18 @@ class Graph:
 
 
 def op_name(node: Node) -> str:
-    """The operation without namespace and overload; in-place ones keep their underscore: ``relu_``."""
-    target = node.target
+    """The operation without overload; in-place ones keep their underscore: ``relu_``."""
+    return name_of(node.target)
+
+
+def name_of(target: Any) -> str:
+    """What an operation is called: PyTorch's own without namespace, as nobody else's is what its name says."""
     if target is torch.ops.aten.view.dtype:  # no other shape, but other numbers from the same bits
         return "view_as_dtype"
     packet = getattr(target, "overloadpacket", None)
-    return str(packet.__name__) if packet is not None else str(getattr(target, "__name__", target))
+    if packet is None:
+        return str(getattr(target, "__name__", target))
+    return str(packet.__name__) if target.namespace == "aten" else f"{target.namespace}.{packet.__name__}"
 
 
 def layer_of(node: Node) -> str:
@@ -300,7 +306,10 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def is_in_place(node: Node) -> bool:
     """Whether an operation overwrites its first argument."""
     name = op_name(node)
-    return node.op == "call_function" and name.endswith("_") and not name.startswith("__")
+    if node.op != "call_function" or not name.endswith("_") or name.startswith("__") or not _writes(node):
+        return False
+    first = node.target._schema.arguments[0].alias_info  # type: ignore[union-attr]
+    return first is not None and bool(first.is_write)
 
 
 def overwritten(node: Node, graph: Graph) -> bool:
