@@ -22,6 +22,8 @@ def trap(body):
 def chain(body):
     """conv1 -> the awkward thing -> conv2, with channels 1 and 2 of conv1 closed and 3 constant."""
     parts = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "kernel": nn.Buffer(torch.rand(1, 1, 3, 3))}
+    if body is chooses_weights_by_its_width:
+        parts |= {"conv3": nn.Conv2d(3, 3, 1), "conv4": nn.Conv2d(3, 3, 1)}
     numbers = {"factor": nn.Buffer(torch.tensor(2.0)), "another": nn.Buffer(torch.tensor(3.0))}
     model = settle_(Net(body, **parts, **numbers), image())
     close_(model.conv1, [1, 2])
@@ -359,6 +361,35 @@ def chooses_by_value(net, x):
     x = net.conv1(x)
     width = x.shape[1]
     return net.conv2(x) * torch.cond(x.sum() > 0, lambda y: y * width, lambda y: y / width, (x.new_ones(1),))
+
+
+FACTORS = [torch.tensor(float(width)) for width in range(7)]  # neither parameters nor buffers
+
+
+@trap
+def chooses_a_tensor_of_its_own_by_its_width(net, x):
+    x = net.conv1(x)
+    return net.conv2(x * FACTORS[x.shape[1]])
+
+
+@trap
+def turns_by_an_angle_of_its_width(net, x):
+    x = net.conv1(x)
+    return (net.conv2(x) * complex(1, x.shape[1])).abs()
+
+
+@trap
+def picks_a_row_in_a_list_by_its_width(net, x):
+    y = net.conv1(x)
+    return net.conv2(y) + x.mean(1, keepdim=True)[:, :, [y.shape[1] - 1], :1]
+
+
+@trap
+def chooses_weights_by_its_width(net, x):
+    y = net.conv1(x)
+    first, second = (net.conv3, net.conv4) if y.shape[1] > 5 else (net.conv4, net.conv3)
+    z = F.relu(F.conv2d(x[:, :, 1:-1, 1:-1], first.weight))
+    return net.conv2(y) + F.conv2d(z, second.weight).sum(1, keepdim=True)
 
 
 @torch.library.custom_op("narrowgate_tests::flip", mutates_args=())

@@ -54,7 +54,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.paused = False
-        self.names = names  # of tensors beside the layers' own, by id: code may choose one by a width
+        self.names = names  # of parameters and buffers, by id: code may choose one by a width
 
     def pause(self, module: nn.Module, args: Any) -> None:
         self.paused = True
@@ -98,9 +98,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = (*args, *(kwargs or {}).values())
             numbers: list[object] = [*(_expansions(args[0], result) if name == "expand" else _numbers(given, name))]
             numbers += [self.names[id(one)] for one in given if id(one) in self.names]
-            if name == "lift_fresh" and has_numbers(args[0]):  # torch.FloatTensor([x.shape[1]])
-                with _disable_current_modes():
-                    numbers += args[0].flatten().tolist()
+            numbers += _contents(given)
             if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
                 numbers += result.shape
             viewed = tuple(args[0].shape) if name in RESHAPES else ()
@@ -126,6 +124,7 @@ class Data(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__getitem__, Tensor.__setitem__) and not self.log.paused:
             self.log.events += [Event(("slices",), None, (), asked) for asked in asked_for(*args[:2])]
+            self.log.events.append(Event(("places", repr(_beside_slices(args[1])))))
         if func in (torch.chunk, Tensor.chunk) and not self.log.paused:
             self.log.events.append(Event(("chunks",), None, (), _chunks(*args, **(kwargs or {}))))
         whole = func is F.normalize  # it repeats lengths along the channels, as many as there are
@@ -149,13 +148,18 @@ def _moves_nothing(func: Any, args: Any) -> bool:
     return all(size == 1 or old == new for size, old, new in zip(args[1], args[0].stride(), args[2], strict=True))
 
 
+def _beside_slices(index: Any) -> list[Any]:
+    """What an index picks by number: a list of places would be handed to its operation as a tensor without numbers."""
+    return [leaf for leaf in pytree.tree_leaves(index) if not isinstance(leaf, (slice, Tensor))]
+
+
 def _chunks(input: Tensor, chunks: int, dim: int = 0) -> tuple[int, object, object]:
     return input.shape[dim], None, chunks
 
 
 def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:
     """The numbers an operation was given, but for sizes, and what else it was told to do."""
-    kinds = (float, str, torch.dtype) if name in _SIZED else (int, float, str, torch.dtype)
+    kinds = (*(() if name in _SIZED else (int,)), float, complex, str, torch.dtype)
     if name == "convolution":
         *given, _ = given  # as many groups as channels, for a depthwise one
     for one in given:
@@ -163,6 +167,13 @@ def _numbers(given: Iterable[Any], name: str) -> Iterator[object]:
             yield one
         elif isinstance(one, (list, tuple)):
             yield from (number for number in one if isinstance(number, kinds))
+
+
+def _contents(given: Iterable[Any]) -> list[int]:
+    """What tensors hold that have numbers all the same, as ``torch.FloatTensor([x.shape[1]])``, or one chosen by it."""
+    found = [leaf for leaf in pytree.tree_leaves(tuple(given)) if isinstance(leaf, Tensor) and has_numbers(leaf)]
+    with _disable_current_modes():
+        return [hash(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for one in found]
 
 
 def _expansions(before: Tensor, after: Tensor) -> list[tuple[int, int]]:

@@ -54,8 +54,8 @@ def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
 
 def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, device: str) -> list[Event]:
     """What a model without numbers does; ``mixers`` are its layers whose outputs are of interest."""
-    of_layers = {name for mixer in mixers for name in (mixer.weight, mixer.bias)}
-    log = Log({id(tensor): name for name, tensor in named_tensors(model) if name not in of_layers})
+    widened = {id(t) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for t in m.parameters()}
+    log = Log({id(tensor): name for name, tensor in named_tensors(model) if id(tensor) not in widened})
     waiting: dict[str, list[Mixer]] = {}
     for mixer in mixers:
         waiting.setdefault(mixer.layer, []).append(mixer)
