@@ -392,6 +392,28 @@ def chooses_weights_by_its_width(net, x):
     return net.conv2(y) + F.conv2d(z, second.weight).sum(1, keepdim=True)
 
 
+@trap
+def chooses_a_result_by_its_width(net, x):
+    x = net.conv1(x)
+    y = net.conv2(x)
+    results = F.relu(y), y.abs()
+    return results[x.shape[1] > 5] + 0.1 * results[0]
+
+
+@trap
+def gives_out_one_of_two_by_its_width(net, x):
+    x = net.conv1(x)
+    y = net.conv2(x)
+    z = torch.sigmoid(y)
+    return (y, z) if x.shape[1] > 5 else (z, y)
+
+
+@trap
+def puts_together_as_many_as_it_is_wide(net, x):
+    x = net.conv1(x)
+    return torch.stack([net.conv2(x)] * x.shape[1]).sum(0)
+
+
 @torch.library.custom_op("narrowgate_tests::flip", mutates_args=())
 def flip(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return x.flip(1)
@@ -617,6 +639,23 @@ def test_a_hook_that_divides_by_its_layers_width():
     model = chain(lambda net, x: net.conv2(net.conv1(x)))
     model.conv1.register_forward_hook(lambda layer, args, output: output / layer.out_channels)
     shrink_all(model, image(), removes=None)
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.BatchNorm2d])
+def test_what_is_in_front_of_a_module_is_chosen_by_the_number_of_channels(kind):
+    def body(net, x):
+        x = net.conv1(x)
+        y = net.conv2(x)
+        z = net.module(y)
+        return z + net.last(y if x.shape[1] > 5 else z)
+
+    model = chain(body)
+    model.module = kind(4).double().eval() if kind is nn.BatchNorm2d else kind()
+    model.last = nn.Conv2d(4, 4, 1).double()
+    if kind is nn.BatchNorm2d:
+        nn.init.constant_(model.module.bias, 3.0)
+    plan, _ = shrink_all(model, image(), removes=None)
+    assert plan.walls
 
 
 def test_a_forward_that_reads_a_weights_shape():

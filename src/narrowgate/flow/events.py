@@ -55,6 +55,8 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.paused = False
         self.names = names  # of parameters and buffers, by id: code may choose one by a width
+        self.origins: dict[int, object] = {}  # of each tensor, by id: which event made it
+        self.alive: list[Tensor] = []  # so that no id is given twice
 
     def pause(self, module: nn.Module, args: Any) -> None:
         self.paused = True
@@ -69,18 +71,39 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module.register_forward_hook(self.resume, prepend=True),
         ]
 
-    def called(self, name: str) -> Callable[[], None]:
-        """Records that a module ran whose operations are left out."""
-        return lambda: self.events.append(Event(("module", name)))
+    def called(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """Records that a module ran whose operations are left out; gives back what it gives."""
 
-    def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def passes(given: Tensor, result: Tensor) -> Tensor:
+            if result is given:  # an object of its own: code may choose between the two
+                self.paused = True
+                result = given.detach()
+                self.paused = False
+            self.add(Event(("module", name, *self.origins_of(given))), result)
+            return result
+
+        return passes
+
+    def resume_after(self, name: str, mixers: list[Mixer]) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.paused = False
             mixer = mixers.pop(0) if len(mixers) > 1 else mixers[0]
             shape = tuple(output.shape) if isinstance(output, Tensor) else ()
-            self.events.append(Event(("layer", name), mixer, shape))
+            self.add(Event(("layer", name, *self.origins_of((args, kwargs))), mixer, shape), output)
 
         return hook
+
+    def add(self, event: Event, results: Any) -> None:
+        """Record an event, and that it made these tensors."""
+        for place, one in enumerate(pytree.tree_leaves(results)):
+            if isinstance(one, Tensor):
+                self.origins[id(one)] = len(self.events), place
+                self.alive.append(one)
+        self.events.append(event)
+
+    def origins_of(self, given: Any) -> list[object]:
+        """What made each of these tensors: code may choose one by a width, or how many."""
+        return [self.origins.get(id(leaf)) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _COND:  # without numbers nobody knows which branch is taken: both
@@ -94,15 +117,18 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(func)
         # A reshape copies or not as memory lies; that may differ for a width of 1.
         name = "view" if name in RESHAPES else name
-        if not self.paused and name != "clone":
+        if name == "clone":
+            self.origins[id(result)] = self.origins.get(id(args[0]))
+            self.alive.append(result)
+        elif not self.paused:
             given = (*args, *(kwargs or {}).values())
             numbers: list[object] = [*(_expansions(args[0], result) if name == "expand" else _numbers(given, name))]
             numbers += [self.names[id(one)] for one in given if id(one) in self.names]
-            numbers += _contents(given)
+            numbers += [*_contents(given), *self.origins_of(given)]
             if name in ("fill_", "zero_"):  # of what new_empty made, as wide as it may be
                 numbers += result.shape
             viewed = tuple(args[0].shape) if name in RESHAPES else ()
-            self.events.append(Event((name, *numbers), None, *_parts(name, args, result), viewed))
+            self.add(Event((name, *numbers), None, *_parts(name, args, result), viewed), result)
         return result
 
 
@@ -133,12 +159,14 @@ class Data(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         names = [self.log.names[id(leaf)] for leaf in leaves if id(leaf) in self.log.names]
         data = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self.log.events.append(Event((func.__name__, repr(data), *names)))
+        event = Event((func.__name__, repr(data), *names, *self.log.origins_of((args, kwargs))))
         self.log.paused = whole
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         finally:
             self.log.paused = False
+        self.log.add(event, result)
+        return result
 
 
 def _moves_nothing(func: Any, args: Any) -> bool:

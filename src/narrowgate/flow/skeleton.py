@@ -66,7 +66,8 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
             if _is_own(module, _LAYERS):
                 hooks.append(module.register_forward_pre_hook(log.pause))
             # Ours come next to the layer: what the user's hooks do is no part of it.
-            hooks.append(module.register_forward_hook(log.resume_after(name, waiting[name]), prepend=True))
+            after = log.resume_after(name, waiting[name])
+            hooks.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
         elif isinstance(module, Widen):
             hooks += log.without(module)
         elif type(module) in NORM_SWAPS.values():
@@ -83,12 +84,14 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         warnings.simplefilter("ignore")
         args, kwargs = pytree.tree_map(lambda leaf: _empty_like(leaf, device), call_arguments(example_inputs))
         try:
+            log.add(Event(("inputs",)), (args, kwargs))
             with nothing_kept(model), log, Data(log), quiet():
                 output = model(*args, **kwargs)
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))
         else:
-            log.events.append(Event(("output", *map(_shape_or_number, pytree.tree_leaves(output)))))
+            leaves = pytree.tree_leaves(output)
+            log.events.append(Event(("output", *map(_shape_or_number, leaves), *log.origins_of(leaves))))
     for hook in hooks:
         hook.remove()
     for module in shortened:
@@ -107,35 +110,32 @@ def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     return type(module) in kinds and "forward" not in vars(module)
 
 
-def _same(called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+def _same(called: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        called()
-        return input
+        return called(input, input)
 
     return forward
 
 
-def _same_if_it_fits(norm: nn.Module, called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+def _same_if_it_fits(norm: nn.Module, called: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     assert isinstance(norm, _BatchNorm)
 
     def forward(input: Tensor) -> Tensor:
-        called()
         vector = norm.weight if norm.weight is not None else norm.running_mean
         if vector is not None and input.shape[1] != len(vector):
             raise RuntimeError(f"a BatchNorm of {len(vector)} channels was given {input.shape[1]}")
-        return input
+        return called(input, input)
 
     return forward
 
 
-def _picked_if_it_fits(norm: nn.Module, called: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+def _picked_if_it_fits(norm: nn.Module, called: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     assert isinstance(norm, IndexedNorm)
 
     def forward(input: Tensor) -> Tensor:
-        called()
         if input.shape[1] != norm.num_features:
             raise RuntimeError(f"a norm that picks from {norm.num_features} channels was given {input.shape[1]}")
-        return input if norm.gather is None else input.index_select(1, norm.gather)
+        return called(input, input if norm.gather is None else input.index_select(1, norm.gather))
 
     return forward
 
