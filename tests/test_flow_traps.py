@@ -546,6 +546,16 @@ def test_constants_are_computed_in_the_precision_of_the_model(name):
     assert torch.allclose(small(x), model(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_without_axes_has_the_precision_of_what_it_meets(dtype):
+    """0.7 in double precision, as a tensor without axes, is compared with 0.7 in single precision as one of those."""
+    model = chain(lambda net, x: net.conv2((net.conv1(x) >= net.threshold).to(x.dtype))).float()
+    model.threshold = nn.Buffer(torch.tensor(0.7, dtype=dtype))
+    x = image(batch=16).float()
+    small = ng.compact(model, ng.plan(model, x))
+    assert torch.allclose(small(x), model(x), rtol=0, atol=1e-5)
+
+
 class Deep(nn.Module):
     """What differs between training and evaluation beside an auxiliary head."""
 

@@ -141,7 +141,10 @@ def _run(node: Node, known: dict[Node, Values]) -> Values:
     def as_tensor(source: Node) -> Any:
         tensor = torch.from_numpy(np.ascontiguousarray(known[source]))
         val = source.meta.get("val")
-        return tensor.to(val.dtype) if isinstance(val, Tensor) else tensor
+        if not isinstance(val, Tensor):
+            return tensor
+        # A tensor without axes follows the precision of the others.
+        return (tensor if val.dim() else tensor.reshape(())).to(val.dtype)
 
     args: Any = [_for_vectors(one) for one in map_arg(node.args, as_tensor)]
     kwargs: Any = map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}, as_tensor)
