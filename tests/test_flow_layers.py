@@ -436,6 +436,17 @@ def test_a_linear_function_with_a_vector():
     assert [(wall.op, wall.why) for wall in plan.walls] == [("linear", "its weight is a vector")]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 8)])
+def test_a_linear_function_that_adds_no_bias(shape):
+    """F.linear adds whatever can be expanded to its result."""
+    parts = {"weight": nn.Parameter(torch.randn(8, 6)), "added": nn.Parameter(torch.randn(shape))}
+    model = Net(lambda net, x: net.last(F.linear(F.relu(net.first(x)), net.weight, net.added)), **parts)
+    model.first, model.last = nn.Linear(4, 6), nn.Linear(8, 3)
+    close_(model.first, [1, 2])
+    plan, _ = shrink_all(model.double().eval(), torch.randn(5, 4, dtype=torch.float64), removes=None)
+    assert [(wall.op, wall.why) for wall in plan.walls] == [("linear", "what it adds is no bias")]
+
+
 def test_prelu_with_one_number():
     slope = nn.Parameter(torch.tensor(-0.25, dtype=torch.float64))
     model = Net(lambda net, x: net.last(F.prelu(net.first(F.prelu(x, net.slope)), net.slope)), slope=slope)

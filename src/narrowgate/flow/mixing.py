@@ -80,7 +80,9 @@ def embedding(flow: Flow, node: Node) -> None:
 def why_not(node: Node) -> str:
     if _is_vector(node):
         return "its weight is a vector"
-    return "its numbers are complex" if _is_complex(node) else "its weight is computed, not a parameter"
+    if _is_complex(node):
+        return "its numbers are complex"
+    return "what it adds is no bias" if _adds_other(node) else "its weight is computed, not a parameter"
 
 
 def _is_vector(node: Node) -> bool:
@@ -92,9 +94,15 @@ def _is_complex(node: Node) -> bool:
     return bool(node.meta["val"].is_complex())
 
 
+def _adds_other(node: Node) -> bool:
+    """Whether it is F.linear with anything but one number for each output channel."""
+    weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
+    return bias is not None and op_name(node) == "linear" and bias.meta["val"].shape != weight.meta["val"].shape[:1]
+
+
 def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
     """The names of weight and bias, or None where one is not a parameter of the model itself, or is of an odd kind."""
-    if _is_complex(node) or _is_vector(node):
+    if _is_complex(node) or _is_vector(node) or _adds_other(node):
         return None
     weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
     names: list[str | None] = []
