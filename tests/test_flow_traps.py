@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from flow_helpers import Net, assert_same_function, assert_trains, close_, image, settle_, shrink, shrink_all
+from flow_helpers import Net, assert_same_function, assert_trains, close_, image, kept, settle_, shrink, shrink_all
 from torch import nn
 from torch.nn import functional as F
 
@@ -414,6 +414,18 @@ def puts_together_as_many_as_it_is_wide(net, x):
     return torch.stack([net.conv2(x)] * x.shape[1]).sum(0)
 
 
+@trap
+def reads_its_bits(net, x):
+    x = net.conv1(x)
+    return net.conv2(x.view(torch.int64).to(x.dtype) * 1e-18)
+
+
+@trap
+def flips_along_no_axis(net, x):
+    x = net.conv1(x)
+    return net.conv2(x.flip(()) + x.flip(2))
+
+
 @torch.library.custom_op("narrowgate_tests::flip", mutates_args=())
 def flip(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return x.flip(1)
@@ -745,6 +757,36 @@ def test_a_number_of_something_else_is_that_of_the_channels():
     inputs, more = (torch.randn(4, tokens, 16, dtype=torch.float64) for tokens in (10, 20))
     plan, _ = shrink_all(model, inputs, also=[more])
     assert plan.widths == {"num_heads": 3, "dim": 12}
+
+
+class Heads(nn.Module):
+    """Attention that does something to its values; the second of the first head is closed."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.qkv, self.proj = change, nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        heads = self.qkv(x).reshape(len(x), -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        return self.proj(F.scaled_dot_product_attention(query, key, self.change(value)).transpose(1, 2).flatten(2))
+
+
+CHANGED = {
+    "noise": lambda value: F.alpha_dropout(value, 0.5, True),
+    "bits": lambda value: (value.view(torch.int64) | 0x3FF0000000000000).view(torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_turns_zero_into_something_else_in_a_head(name):
+    model = Heads(CHANGED[name]).double().eval()
+    close_(model.qkv, [17])
+    plan = ng.plan(model, torch.randn(3, 5, 8, dtype=torch.float64), layout="scatter")
+    assert kept(plan, "proj.weight", 1) is None
+    plain = Heads(lambda value: value).double().eval()
+    close_(plain.qkv, [17])
+    assert kept(ng.plan(plain, torch.randn(3, 5, 8).double(), layout="scatter"), "proj.weight", 1) == [0, *range(2, 8)]
 
 
 @pytest.mark.parametrize("dims", [1, 3])

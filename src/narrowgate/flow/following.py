@@ -21,8 +21,11 @@ Rule = Callable[[Flow, Node], None]
 
 
 # -- movements -------------------------------------------------------------------------------------------------------
-def _reshaped(flow: Flow, node: Node, index: Labels) -> Labels:
-    before, after = flow.state(flow.reads(node, node.args[0])).shape, shape_of(node)
+def _reshaped(flow: Flow, node: Node, index: Labels) -> Labels | None:
+    read = flow.reads(node, node.args[0])
+    if read.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    before, after = flow.state(read).shape, shape_of(node)
     inside, result = list(index.shape), [1] * len(after)
     for old, new in matching_groups(before, after):
         if any(index.shape[axis] > 1 for axis in old):
@@ -176,7 +179,8 @@ def _all_vary(node: Node, values: Values) -> Values:
 
 
 def _dropped(node: Node, values: Values) -> Values:
-    return np.where(values == 0, 0.0, np.nan) if arg(node, 2, "train", False) else values
+    stays = (values == 0) & ("alpha" not in op_name(node))
+    return np.where(stays, 0.0, np.nan) if arg(node, 2, "train", False) else values
 
 
 def following(rules: dict[str, Rule]) -> dict[str, Rule]:

@@ -73,7 +73,11 @@ def put_moved(flow: Flow, node: Node, axis: int | None, sources: Sources | None,
 
 def reshape(flow: Flow, node: Node) -> None:
     """View, flatten, squeeze, …: anything that keeps the elements in order."""
-    state = flow.state(flow.reads(node, node.args[0]))
+    read = flow.reads(node, node.args[0])
+    state = flow.state(read)
+    if read.meta["val"].dtype != node.meta["val"].dtype:
+        wall_rule(flow, node, "it takes the bits of its numbers for others")
+        return
     if state.axis is None:
         put_moved(flow, node, None, None)
         return

@@ -59,7 +59,7 @@ def turn(flow: Flow, node: Node) -> None:
     rank = len(state.shape)
     flips = op_name(node) == "flip"
     dims = [int(d) % rank for d in (arg(node, 1, "dims") if flips else arg(node, 2, "dims", []))]
-    if state.axis is None or (dims and state.axis not in dims):
+    if state.axis is None or ((dims or flips) and state.axis not in dims):
         put_moved(flow, node, state.axis, None)
     elif flips:
         positions = np.arange(len(state.labels))[::-1, None].copy()
