@@ -568,6 +568,21 @@ def test_a_number_without_axes_has_the_precision_of_what_it_meets(dtype):
     assert torch.allclose(small(x), model(x), rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_norm_in_single_precision_of_numbers_in_half():
+    """In half precision a mean of 1000.3 is 1000.5, and a variance of 100,000 is infinite."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, eps=1e-8), nn.Conv2d(6, 4, 1)).eval()
+    close_(model[0], [1], 1000.0)
+    close_(model[0], [2], 0.5)
+    model[1].running_mean[1], model[1].running_var[1] = 1000.3, 1e-3
+    model[1].running_var[2] = 1e5
+    model[0].half(), model[2].half()
+    x = image().half()
+    plan = ng.plan(model, x)
+    assert kept(plan, "2.weight", 1) == [0, 3, 4, 5]
+    assert torch.allclose(ng.compact(model, plan)(x), model(x), rtol=0, atol=0.02)
+
+
 class Deep(nn.Module):
     """What differs between training and evaluation beside an auxiliary head."""
 

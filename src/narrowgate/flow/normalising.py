@@ -59,17 +59,18 @@ def _batch_norm(flow: Flow, node: Node, out: Tensor, training: bool, eps: float)
     shift, mean, variance = (_vector(flow, name, state.shape[1]) for name in names[1:])
     values = state.along(1)
     frozen = layer_of(node) in flow.frozen_norms or flow.graph.train  # there, the operation itself says so
+    kinds = out.dtype, next((flow.tensors[name].dtype for name in names if name is not None), out.dtype)
     if training or (flow.closed is not None and not frozen) or mean is None or variance is None:
         values = _affine(np.where(np.isnan(values), np.nan, 0.0), scale, shift)  # a constant minus its own mean
     elif flow.closed is not None:  # what varies may learn a scale of 0 away; a constant is what it is now
         now = _vector(flow, names[0], state.shape[1])
         now = None if now is None or scale is None else np.where(np.isnan(values), scale, now)
-        values = _standardise(values, (mean, variance, now, shift), eps, out.dtype)
+        values = _standardise(values, (mean, variance, now, shift), eps, kinds)
     else:
         vectors = (mean, variance, scale, shift)
-        values = _standardise(values, vectors, eps, out.dtype)
+        values = _standardise(values, vectors, eps, kinds)
         read = flow.reads(node, node.args[0])
-        values = through(flow, node, read, values, lambda table: _standardise(table, vectors, eps, out.dtype))
+        values = through(flow, node, read, values, lambda table: _standardise(table, vectors, eps, kinds))
     return labelled(tuple(int(size) for size in out.shape), 1, labels, values)
 
 
@@ -182,9 +183,15 @@ def _vector(flow: Flow, name: str | None, size: int) -> Values | None:
     return np.full(size, np.nan) if name in flow.graph.written.values() else vector
 
 
-def _standardise(values: Values, vectors: tuple[Values | None, ...], eps: float, dtype: torch.dtype) -> Values:
-    """BatchNorm of constants, by PyTorch's own kernel in the model's precision; a scale of 0 leaves the shift."""
-    mean, variance, scale, shift = (None if v is None else torch.from_numpy(v).to(dtype) for v in vectors)
+def _standardise(
+    values: Values, vectors: tuple[Values | None, ...], eps: float, kinds: tuple[torch.dtype, torch.dtype]
+) -> Values:
+    """BatchNorm of constants, by PyTorch's own kernel in the model's precision; a scale of 0 leaves the shift.
+
+    ``kinds`` are the precisions of what it norms and of its vectors, which may be single where that is half.
+    """
+    dtype, own = kinds
+    mean, variance, scale, shift = (None if v is None else torch.from_numpy(v).to(own) for v in vectors)
     x = torch.from_numpy(np.ascontiguousarray(values)).to(dtype).reshape(-1, values.shape[-1])
     result = torch.nn.functional.batch_norm(x, mean, variance, scale, shift, eps=eps).double().numpy()
     result = result.reshape(values.shape)
