@@ -212,6 +212,13 @@ def in_place_view_made_before(net, x):
 
 
 @trap
+def in_place_in_a_list(net, x):
+    x = net.conv1(x)
+    torch._foreach_mul_([x.flatten(2)], 2.0)
+    return net.conv2(x)
+
+
+@trap
 def assembled_by_slices(net, x):
     x = net.conv1(x)
     y = torch.zeros_like(x)

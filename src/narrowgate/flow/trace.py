@@ -304,9 +304,11 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_in_place(node: Node) -> bool:
-    """Whether an operation overwrites its first argument."""
+    """Whether an operation overwrites its first argument, and that alone: not a list of them, as ``_foreach_add_``."""
     name = op_name(node)
     if node.op != "call_function" or not name.endswith("_") or name.startswith("__") or not _writes(node):
+        return False
+    if not node.args or not isinstance(node.args[0], Node):
         return False
     first = node.target._schema.arguments[0].alias_info  # type: ignore[union-attr]
     return first is not None and bool(first.is_write)
