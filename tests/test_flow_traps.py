@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgate as ng
+from narrowgate.flow.plan import plan_traced
+from narrowgate.flow.trace import Tracer
 
 TRAPS = []
 
@@ -779,6 +781,22 @@ def test_a_number_of_something_else_is_that_of_the_channels():
     inputs, more = (torch.randn(4, tokens, 16, dtype=torch.float64) for tokens in (10, 20))
     plan, _ = shrink_all(model, inputs, also=[more])
     assert plan.widths == {"num_heads": 3, "dim": 12}
+
+
+def test_a_switch_is_turned_between_two_plans():
+    """A graph that is kept from one plan to the next is of a forward that went another way."""
+
+    def body(net, x):
+        x = net.conv1(x)
+        return net.conv2(x - x.mean(1, keepdim=True) if net.centred else x)
+
+    x = image()
+    model, tracer = chain(lambda net, x: net.conv2(net.conv1(x))), Tracer()
+    model.body = body
+    for model.centred in (False, True):
+        plan = plan_traced(model, x, tracer, "aligned", "exact", 1, training=False)
+        assert_same_function(model, ng.compact(model, plan), x)
+    assert not plan.cuts
 
 
 class Heads(nn.Module):

@@ -179,10 +179,16 @@ class Tracer:
         """The model's graph."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
-        key = id(example_inputs), shapes, tuple(type(module) for module in model.modules()), frozenset(frozen)
+        key = id(example_inputs), shapes, tuple(map(_settings, model.modules())), frozenset(frozen)
         if train not in self._found or self._found[train][0] != key:
             self._found[train] = key, trace(model, example_inputs, train=train, frozen=frozen)
         return self._found[train][1]
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """What a module is, and the numbers and switches that it holds: its forward may go another way by them."""
+    held = ((key, value) for key, value in vars(module).items() if key != "training")
+    return type(module), *(item for item in held if isinstance(item[1], (bool, int, float, str)))
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
