@@ -397,6 +397,33 @@ def test_noise_that_leaves_zeros_alone_holds_nothing(noise):
     assert kept(ng.plan(model, image(), training=True), "first.weight") == [4, 5]
 
 
+class Crossed(nn.Module):
+    """In training mode it does the same operations, with each layer's result in the other's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(3, 6, 3)
+        self.last, self.other = nn.Conv2d(6, 4, 1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x):
+        results = self.first(x), self.second(x)
+        one, two = results[::-1] if self.training else results
+        return self.last(one) + 2 * self.other(two)
+
+
+def test_what_a_layer_reads_in_training_is_another_layers():
+    model = Crossed().double().train()
+    gates = ng.attach_gates_(model, where=lambda name, module: name in ("first", "second"))
+    with torch.no_grad():
+        gates["first"].g[[1, 2, 5]] = 0
+        gates["second"].g[[3, 4, 5]] = 0
+    large, x = copy.deepcopy(model), image()
+    ng.compact_(model, ng.plan(model, image(), training=True))
+    assert model.first.out_channels == model.second.out_channels == 5
+    assert torch.allclose(model(x), large(x), rtol=1e-10, atol=1e-12)
+    assert_same_function(large, model, image())
+
+
 class LossInside(nn.Module):
     """In training mode it wants labels, hands out a loss, and has one layer more."""
 
