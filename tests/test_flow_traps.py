@@ -783,6 +783,37 @@ def test_a_number_of_something_else_is_that_of_the_channels():
     assert plan.widths == {"num_heads": 3, "dim": 12}
 
 
+def add_to_(parameter):
+    with torch.no_grad():
+        parameter.add_(1.0)
+
+
+WRITTEN = {
+    "bias": lambda net: net.conv1.bias,
+    "weight": lambda net: net.conv2.weight,
+    "scale": lambda net: net.norm.weight,
+    "factor": lambda net: net.factors,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("layout", ["aligned", "scatter"])
+def test_a_forward_that_writes_to_a_parameter(name, layout):
+    """What is a constant in the first forward pass is another one in the second."""
+
+    def body(net, x):
+        y = net.conv2(net.norm(net.conv1(x)) * net.factors)
+        add_to_(WRITTEN[name](net))
+        return y
+
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3), norm=nn.BatchNorm2d(6), conv2=nn.Conv2d(6, 4, 1)).double().eval()
+    model.factors = nn.Parameter(torch.rand(6, 1, 1, dtype=torch.float64))
+    close_(model.conv1, [1, 2, 3], 0.7)
+    small = ng.compact(model, ng.plan(model, image(), layout=layout))
+    for x in (image(), image(), image(batch=2)):
+        assert torch.allclose(small(x), model(x), rtol=1e-10, atol=1e-12)
+
+
 def test_a_switch_is_turned_between_two_plans():
     """A graph that is kept from one plan to the next is of a forward that went another way."""
 

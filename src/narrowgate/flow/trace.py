@@ -44,7 +44,7 @@ class Graph:
     tensors: dict[Node, str]
     outputs: tuple[Node, ...]
     functionalised: bool = False  # whether operations that overwrite tensors were replaced by ordinary ones
-    written: dict[Node, str] = field(default_factory=dict)  # results that go into a buffer, for the next forward pass
+    written: dict[Node, str] = field(default_factory=dict)  # results that stay: for the next forward pass
     readers: dict[str, list[Node]] = field(default_factory=dict)  # of parameters and buffers, wherever they are
     train: bool = False
 
@@ -98,7 +98,7 @@ def trace(
             graph = inlined(program.graph_module)
             _refuse_unknown_sizes(graph)
             functionalised = _mutates_through_views(list(graph.nodes)) or (
-                not train and _writes_to_buffers(graph, program)
+                not train and _writes_to_tensors(graph, program)
             )
             if functionalised:
                 program = program.run_decompositions({})
@@ -115,7 +115,7 @@ def trace(
     nodes = tuple(graph.nodes)
     first = _first_names(model)
     tensors = {node: first.get(name, name) for node in nodes if (name := by_placeholder.get(node.name)) is not None}
-    mutated = signature.buffers_to_mutate
+    mutated = {**signature.buffers_to_mutate, **getattr(signature, "parameters_to_mutate", {})}
     results = zip(_results(program.graph), _results(graph), strict=True)
     named = [(before.name, node) for before, node in results if isinstance(before, Node)]
     outputs = tuple(node for name, node in named if name not in mutated)
@@ -356,14 +356,15 @@ def _mutates_through_views(nodes: list[Node]) -> bool:
     return False
 
 
-def _writes_to_buffers(graph: fx.Graph, program: ExportedProgram) -> bool:
-    """Whether a forward pass leaves something in a buffer: a count, a running average."""
-    buffers = program.graph_signature.inputs_to_buffers
+def _writes_to_tensors(graph: fx.Graph, program: ExportedProgram) -> bool:
+    """Whether a forward pass leaves something in a buffer or parameter: a count, a running average."""
+    signature = program.graph_signature
+    tensors = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
     memory: dict[Node, Node] = {}
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
         memory[node] = memory[source] if source is not None and _shares_memory(node) else node
-        if _writes(node) and memory[node].name in buffers:
+        if _writes(node) and memory[node].name in tensors:
             return True
     return False
 
