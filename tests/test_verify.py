@@ -172,6 +172,17 @@ def test_nan_elsewhere_fails():
         ng.verify(first, second, x)
 
 
+@pytest.mark.parametrize("odd, number", [(torch.nan, 1.0), (torch.inf, torch.finfo(torch.float64).max)])
+def test_a_number_is_no_nan_and_not_infinite(odd, number):
+    def model(first):
+        return Net(lambda net, x: torch.where(torch.arange(3) == 0, first, x))
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert ng.verify(model(odd), model(odd), x).passed
+    with pytest.raises(VerificationError, match="NaN or infinities are elsewhere"):
+        ng.verify(model(odd), model(number), x)
+
+
 @pytest.mark.parametrize("wrap", [dict, tuple, list])
 def test_every_output_counts(wrap):
     def model(factor):
