@@ -424,6 +424,12 @@ def puts_together_as_many_as_it_is_wide(net, x):
 
 
 @trap
+def zero_times_a_constant_that_is_infinite(net, x):
+    x = net.conv1(x)
+    return net.conv2(torch.nan_to_num(x.abs() * x.abs().log(), nan=3.0))
+
+
+@trap
 def reads_its_bits(net, x):
     x = net.conv1(x)
     return net.conv2(x.view(torch.int64).to(x.dtype) * 1e-18)

@@ -127,9 +127,9 @@ def evaluate(node: Node, known: dict[Node, Values], size: int, final: bool = Tru
         result[varying] = np.nan
     if op_name(node) in ("mul", "mul_"):  # 0 x anything finite is 0: a closed squeeze-excite input or layer scale
         for values in known.values():
-            result[np.broadcast_to(values == 0, (size,))] = 0.0
+            result[varying & (values == 0)] = 0.0
         if final and any(isinstance(arg, (int, float)) and arg == 0 for arg in node.args):
-            result[:] = 0.0
+            result[varying] = 0.0
     return result
 
 
