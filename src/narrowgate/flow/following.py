@@ -21,11 +21,8 @@ Rule = Callable[[Flow, Node], None]
 
 
 # -- movements -------------------------------------------------------------------------------------------------------
-def _reshaped(flow: Flow, node: Node, index: Labels) -> Labels | None:
-    read = flow.reads(node, node.args[0])
-    if read.meta["val"].dtype != node.meta["val"].dtype:
-        return None
-    before, after = flow.state(read).shape, shape_of(node)
+def _reshaped(flow: Flow, node: Node, index: Labels) -> Labels:
+    before, after = flow.state(flow.reads(node, node.args[0])).shape, shape_of(node)
     inside, result = list(index.shape), [1] * len(after)
     for old, new in matching_groups(before, after):
         if any(index.shape[axis] > 1 for axis in old):
