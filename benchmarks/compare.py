@@ -6,7 +6,8 @@
     python benchmarks/compare.py --network mobilenetv2 --collect
 
 Each run is a process of its own and ends as a file in the work folder, so that a second call does only what is left.
-When all runs are done the networks of the first seed are timed, one by one. ``--collect`` makes
+When all runs are done the networks of the first seed are timed, one by one; with ``--untimed``, by a later call.
+``--collect`` makes
 ``benchmarks/compare_NETWORK.json`` and ``.md`` and ``docs/img/compare-NETWORK.png`` and ``.svg`` of what there is,
 names what is missing, and brings ``docs/comparison-methods.md`` up to date; with ``--keep``, points of the last table
 that have no runs in the work folder stay, so that one method can be run again. Settings are chosen with
@@ -54,7 +55,7 @@ def main() -> None:
         sys.exit(str(error))
     done, left = run_all(jobs, work, sys.argv[1:], options.workers, options.threads, options.deadline)
     print(f"{done} runs done now, {len(jobs) - len(left)} of {len(jobs)} in all", flush=True)
-    if not left:
+    if not left and not options.untimed:
         from _compare_latency import time_all
 
         rest = None if options.deadline is None else options.deadline - (time.monotonic() - begun)
@@ -79,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run, and of the timing")
     parser.add_argument("--deadline", type=float, help="seconds after which runs are stopped and nothing starts")
+    parser.add_argument("--untimed", action="store_true", help="leave the timing to another call, or machine")
     parser.add_argument("--seconds", type=float, default=2.0, help="for timing a network at one batch size")
     parser.add_argument("--collect", action="store_true", help="make table and plot from the runs that there are")
     parser.add_argument("--keep", action="store_true", help="with --collect: points without runs stay as they are")
