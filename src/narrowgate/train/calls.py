@@ -58,6 +58,12 @@ def activation(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> i
     return NONE
 
 
+def joined_pair(tensors: Any, dim: Any = 0, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
+    """Two batches that are joined along their channels."""
+    two = isinstance(tensors, (list, tuple)) and len(tensors) == 2 and not kwargs
+    return (tensors[0], tensors[1]) if two and dim in (1, -3) else None
+
+
 def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
     return p if training else 0.0
 

@@ -5,7 +5,8 @@ it, and what uses the result then gets it from kernels that do all of it; any ot
 promise is a tensor on the meta device, so a use that escapes this module fails loudly instead of reading numbers that
 are not there. Besides: what a norm reads and a sum or a concatenation reads too gets its two gradients added up in the
 norm's own kernel; convolutions in half precision get their weights all cast together, and even widths (wide.py), and
-those of each channel for itself have kernels of their own (depthwise.py), here and in ``Looks``.
+those of each channel for itself have kernels of their own (depthwise.py), here and in ``Looks``. So has a layer that a
+DenseNet grows by (grown.py): its convolution is promised as well, until it is clear that it joins what its norm read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from narrowgate.train import calls
 from narrowgate.train.wide import HALVES, Casts, Narrow, Pool, width_for
 
 if TYPE_CHECKING:
+    from narrowgate.train.grown import Block
     from narrowgate.train.norm_launch import Norm
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,11 +78,15 @@ class _Batch:
         self.inputs, self.running = (x, weight, bias), running
         self.with_gradient, self._version = torch.is_grad_enabled(), x._version
 
+    def untouched(self) -> bool:
+        """Whether all is as when the model called the norm."""
+        return torch.is_grad_enabled() == self.with_gradient and self.inputs[0]._version == self._version
+
     def compute(self, norm: Norm) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() != self.with_gradient:
             # Inside a custom autograd function, say, that would lose the gradient without a word.
             raise RuntimeError("a norm's result was first used where gradients are switched another way")
-        if self.inputs[0]._version != self._version:
+        if not self.untouched():
             raise RuntimeError("what a norm read was changed in place before its result was used")
         running, self.running = self.running, None
         found: tuple[Tensor, Tensor] = _NormActivation.apply(*self.inputs, running, norm)
@@ -102,6 +108,17 @@ class _Promise:
         return torch.empty(self.source.shape, dtype=self.source.dtype, device="meta")
 
 
+@dataclass
+class _Layer:
+    """A 3x3 convolution of a norm that has not been computed, and dropout behind it."""
+
+    norm: _Promise
+    weight: Tensor
+    drop: float = 0.0
+    salt: int = 0
+    result: Tensor | None = None
+
+
 class Fused(TorchFunctionMode):
     """Within this context a model's training step runs in fewer kernels.
 
@@ -112,7 +129,11 @@ class Fused(TorchFunctionMode):
     def __init__(self, notice: Callable[[str], None]) -> None:
         super().__init__()
         self._notice, self._gave_up = notice, False
+        self._before: list[tuple[Tensor, Tensor]] | None = []
+        """Running statistics and what they were, until a first forward has ended well."""
         self._promises: dict[int, tuple[Tensor, _Promise]] = {}
+        self._layers: dict[int, tuple[Tensor, _Layer]] = {}
+        self._blocks: dict[int, tuple[Tensor, Block]] = {}
         self._counters: dict[int, Tensor] = {}
         self._again: dict[int, tuple[Tensor, Tensor]] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
@@ -130,10 +151,16 @@ class Fused(TorchFunctionMode):
                 self._casts.start()
                 with self:
                     result = forward(x)
-                return tree_map(self._real, result)
+                result, self._before = tree_map(self._real, result), None
+                return result
             except Exception as error:  # if it was not a promise that it stumbled over, it will stumble again
                 self._gave_up = True
-                self._counters.clear()  # the plain run counts for itself
+                # The plain run counts for itself, and moves what norms have already moved.
+                self._counters.clear()
+                with torch.no_grad():
+                    for statistics, before in reversed(self._before or []):
+                        statistics.copy_(before)
+                self._before = None
                 reason = str(error).partition("\n")[0]
                 self._notice(f"steps run with PyTorch's own kernels, this model can't do with fused ones: {reason}")
                 return forward(x)
@@ -162,6 +189,10 @@ class Fused(TorchFunctionMode):
                 return self._given(later)
             self._promises[id(args[0])] = args[0], later  # this is what everybody sees from now on
             return args[0]
+        if held is not None and func is torch.conv2d and (layer := self._layer(held[1], *args, **kwargs)) is not None:
+            return self._given_layer(layer, args[0])
+        if self._layers and (found := self._with_layer(func, args, kwargs)) is not None:
+            return found
         args, kwargs = tree_map(self._real, (args, kwargs))
         if held is not None and func in calls.ADDS_IN_PLACE and len(args) == 2 and not kwargs:
             held[1].result = self._sum(args, kwargs)
@@ -190,8 +221,10 @@ class Fused(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> _Promise | None:
         """A norm put off, if it is one that the kernels can do."""
-        from narrowgate.train.norm_launch import Norm
+        from narrowgate.train.norm_launch import Norm, rows_apart
 
+        if training and self._before is not None:
+            self._before += [(moved, moved.clone()) for moved in (running_mean, running_var) if moved is not None]
         batch = self._widest(input)
         fits = (
             training
@@ -202,7 +235,7 @@ class Fused(TorchFunctionMode):
             and input.dtype in _DTYPES
             and weight.dtype == bias.dtype == torch.float32
             and input.numel() > input.shape[1]
-            and batch.is_contiguous(memory_format=torch.channels_last)
+            and rows_apart(batch) is not None
             and (running_mean is None) == (running_var is None)
         )
         if not fits:
@@ -222,22 +255,100 @@ class Fused(TorchFunctionMode):
         if activation != calls.NONE and norm.activation == calls.NONE:
             return replace(promise, norm=replace(norm, activation=activation))
         if func is F.dropout and 0 < (share := calls.dropped(*args, **kwargs)) < 1:
-            if self._seed is None:
-                self._seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=promise.batch.inputs[0].device)
-            self._salt += 1
-            return replace(promise, norm=replace(norm, drop=share, seed=self._seed, salt=self._salt))
+            seed, salt = self._luck(promise.source.device)
+            return replace(promise, norm=replace(norm, drop=share, seed=seed, salt=salt))
         return None
+
+    def _luck(self, device: torch.device) -> tuple[Tensor, int]:
+        """This step's seed, and a number that no other dropout of it has."""
+        if self._seed is None:
+            self._seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=device)
+        self._salt += 1
+        return self._seed, self._salt
 
     def _given(self, promise: _Promise) -> Tensor:
         stand_in = promise.stand_in()
         self._promises[id(stand_in)] = stand_in, promise
         return stand_in
 
+    def _layer(
+        self,
+        promise: _Promise,
+        stand_in: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> _Layer | None:
+        """A convolution put off, if it may be one that a dense block grows by."""
+        from narrowgate.train.grown import fits, works
+
+        source = promise.source
+        kind = source.device.type
+        fresh = promise.result is None and not promise.norm.drop and promise.batch.with_gradient
+        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == source.dtype in HALVES
+        ready = fresh and half and fits(source, weight, bias, stride, padding, dilation, groups)
+        return _Layer(promise, weight) if ready and works(source.device, source.dtype) else None
+
+    def _given_layer(self, layer: _Layer, like: Tensor) -> Tensor:
+        n, _, h, w = like.shape
+        stand_in = torch.empty((n, layer.weight.shape[0], h, w), dtype=like.dtype, device="meta")
+        self._layers[id(stand_in)] = stand_in, layer
+        return stand_in
+
+    def _with_layer(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """Dropout behind such a convolution, or its maps joined with what its norm read; None for anything else."""
+        if func is F.dropout and (held := self._layers.get(id(args[0]))) is not None:
+            share, layer = calls.dropped(*args, **kwargs), held[1]
+            if share == 0:
+                return held[0]
+            if share >= 1 or layer.drop or layer.result is not None or calls.in_place(func, args, kwargs):
+                return None
+            _, salt = self._luck(layer.norm.source.device)
+            return self._given_layer(replace(layer, drop=share, salt=salt), args[0])
+        if func in calls.JOINS and (pair := calls.joined_pair(*args, **kwargs)) is not None:
+            held = self._layers.get(id(pair[1]))
+            if held is not None and held[1].norm.source is pair[0]:
+                return self._grown(held[1])
+        return None
+
+    def _grown(self, layer: _Layer) -> Tensor | None:
+        """The maps of a block and those that a layer adds, side by side; None if the norm was computed meanwhile."""
+        from narrowgate.train import grown
+
+        batch, source, outputs = layer.norm.batch, layer.norm.source, layer.weight.shape[0]
+        if layer.result is not None or layer.norm.result is not None or not batch.untouched():
+            return None
+        running, batch.running = batch.running, None
+        _, block = self._blocks.get(id(source), (None, None))
+        if block is not None and not block.has_room(source, outputs):
+            block = None
+        does = grown.Layer(layer.norm.norm, outputs, layer.drop, self._seed if layer.drop else None, layer.salt)
+        blocks: list[Block] = []
+        result: Tensor = grown.Grown.apply(source, *batch.inputs[1:], layer.weight, running, does, block, blocks)
+        self._blocks[id(result)] = result, blocks[0]
+        layer.result = result[:, source.shape[1] :]  # for whoever reads these maps by themselves
+        return result
+
     def _real(self, value: Any) -> Any:
+        if (known := self._layers.get(id(value))) is not None:
+            return self._convolved(known[1])
         held = self._promises.get(id(value))
-        if held is None:
-            return value
-        promise, source = held[1], held[1].source
+        return value if held is None else self._computed(held[1])
+
+    def _convolved(self, layer: _Layer) -> Tensor:
+        """What was put off, by the kernels that all convolutions have."""
+        if layer.result is None:
+            y = self._convolution(self._computed(layer.norm), layer.weight, None, 1, 1)
+            if layer.drop:
+                y = self._narrowed(F.dropout(self._widest(y), layer.drop), y.shape[1])
+            layer.result = y
+        return layer.result
+
+    def _computed(self, promise: _Promise) -> Tensor:
+        source = promise.source
         if promise.result is None:
             wide, again = promise.batch.compute(promise.norm)
             promise.result = self._narrowed(wide, promise.norm.channels)
@@ -303,7 +414,7 @@ class Fused(TorchFunctionMode):
 
     def _forget(self) -> None:
         """What was for this step only."""
-        for held in (self._promises, self._again, self._wide):
+        for held in (self._promises, self._layers, self._blocks, self._again, self._wide):
             held.clear()
         self._casts.stop()
         self._seed, self._salt = None, 0
