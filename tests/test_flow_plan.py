@@ -389,6 +389,18 @@ def test_planning_again_finds_nothing_more():
     assert ng.plan(small, image()).parameters_after == count(small)
 
 
+def test_planning_again_leaves_the_widths_that_a_forward_reads():
+    def body(net, x):
+        return net.head(net.norm(net.conv(x)).relu().mean((2, 3)) * net.conv.out_channels + net.head.in_features)
+
+    model = Net(body, conv=nn.Conv2d(3, 8, 3), norm=nn.GroupNorm(2, 8), head=nn.Linear(8, 4)).double()
+    close_(model.conv, [0, 1, 2, 5])
+    _, small = shrink(model, image(), layout="scatter")
+    assert len(small.conv.weight) == 4 and small.conv.out_channels == 8
+    for layout in ("aligned", "scatter"):
+        shrink(small, image(), layout=layout, removes=False)
+
+
 def test_a_collapsed_model_can_be_reopened():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
     gates = ng.attach_gates_(model)

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.cuts import Edit
-from narrowgate.flow.layers import IndexedNorm, index_
+from narrowgate.flow.layers import IndexedLayer, IndexedNorm, index_
 from narrowgate.flow.multihead import Widen, index_attention_
 from narrowgate.swap import is_conv1d
 
@@ -35,11 +35,11 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
             first, second = module.weight.shape[:2]
             if module.transposed:  # where a group has one channel left, whole groups go
                 module.groups = min(module.groups, first)
-            outputs, inputs = (second, first) if module.transposed else (first, second)
-            module.in_channels = inputs if module.transposed else inputs * module.groups
-            module.out_channels = outputs * module.groups if module.transposed else outputs
+            inputs, outputs = (first, second * module.groups) if module.transposed else (second * module.groups, first)
+            module.in_channels, module.out_channels = _seen(module, module.in_channels, inputs, outputs)
         elif isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+            outputs, inputs = module.weight.shape
+            module.in_features, module.out_features = _seen(module, module.in_features, inputs, outputs)
         elif is_conv1d(module):
             module.nx, module.nf = module.weight.shape
         elif isinstance(module, _NormBase) and not isinstance(module, IndexedNorm):
@@ -60,6 +60,13 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
             suffix = "features" if isinstance(layer, nn.Linear) else "channels"
             setattr(layer, f"in_{suffix}", edit.reads)
             setattr(layer, f"out_{suffix}", getattr(layer, f"out_{suffix}") if edit.fill is None else len(edit.fill))
+
+
+def _seen(layer: nn.Module, reads: int, inputs: int, outputs: int) -> tuple[int, int]:
+    """How many channels the rest of the model sees a layer read and give out: of an indexed one, not its weight's."""
+    if not isinstance(layer, IndexedLayer):
+        return inputs, outputs
+    return inputs if layer.gather is None else reads, outputs if layer.fill is None else len(layer.fill)
 
 
 def _index(layer: nn.Module, edit: Edit) -> None:
