@@ -117,6 +117,8 @@ class TestWhichLayers:
             ValueError, match="nothing to gate in ConvNet: it has 6 x convolution or linear layer and none"
         ):
             ng.attach_gates_(ConvNet(), where=lambda name, module: False)
+        with pytest.raises(ValueError, match="Left out: the model itself: the last layer"):
+            ng.attach_gates_(nn.Linear(3, 4))
         with pytest.raises(ValueError, match="it has 0 x convolution or linear layer"):
             ng.attach_gates_(nn.Sequential(nn.ReLU()))
         with pytest.raises(ValueError, match=r"0 x BatchNorm .* use kind='exponential'"):
@@ -206,6 +208,18 @@ class TestStart:
         assert_same(model(x), expected, rtol=1e-12, atol=1e-12)
         ng.attach_gates_(changed, kind, placement=placement)
         assert not torch.allclose(changed(x), expected)
+
+    @pytest.mark.parametrize("groups", ["channels", "blocks"])
+    def test_weights_that_come_without_gates_after_they_were_divided_by_them_are_warned_of(self, groups):
+        ordinary = PreActResNet(11)
+        model, plain = copy.deepcopy(ordinary), copy.deepcopy(ordinary)
+        ng.attach_gates_(model, groups=groups, keep_function=True)
+        with pytest.warns(UserWarning, match=r"saved without gates.*Load them first"):
+            model.load_state_dict(ordinary.state_dict())
+        model.load_state_dict(model.state_dict())  # no warning: these have gates
+        model.load_state_dict({"fc.bias": ordinary.fc.bias}, strict=False)  # nor here: nothing that a gate divides
+        ng.attach_gates_(plain, groups=groups)
+        plain.load_state_dict(ordinary.state_dict())
 
     def test_exponential_gates_start_at_one_or_at_init(self):
         assert all((g == 1).all() for g in ng.attach_gates_(ConvNet()).parameters())

@@ -166,6 +166,20 @@ def test_a_snapshot_with_other_bins_is_left_out(run):
     assert gates.epochs == (2, 3, 4, 5) and "x" not in gates.layers
 
 
+@pytest.mark.parametrize(("name", "which"), [("gates.jsonl", "line 2"), ("metrics.jsonl", "line 2")])
+def test_damaged_lines_are_told(run, name, which):
+    lines = (run / name).read_text().splitlines()
+    (run / name).write_text("\n".join([lines[0], "%&$", *lines[2:]]) + "\n")
+    with pytest.warns(UserWarning, match=rf"{name}: {which} can't be read"):
+        read_run(run)
+
+
+def test_a_last_line_that_was_cut_off_is_passed_over(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 6, "lo')
+    read_run(run)  # a warning would be an error here
+
+
 def test_nothing_of_a_run_is_read_as_html(trained, tmp_path):
     hostile = "<img src=x onerror=hacked()>"
     folder = copy_run(trained, tmp_path / hostile)

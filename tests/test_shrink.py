@@ -512,3 +512,14 @@ def test_what_is_no_plan_or_wraps_the_model_is_told_what_to_give_instead():
             apply(average, cut.plan)
     ng.compact_(average.module, cut.plan)
     assert count(average.module) == count(model)
+
+
+def test_an_optimizer_that_was_made_before_the_gates_is_refused():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gates = ng.attach_gates_(model)
+    with pytest.raises(ValueError, match=r"SGD trains none of the gates.*add_param_group"):
+        Shrinker(model, image(), optimizer)
+    for g in gates.parameters():
+        g.requires_grad_(False)
+    Shrinker(model, image(), optimizer)  # who froze the gates closes them by hand

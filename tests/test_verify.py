@@ -33,6 +33,17 @@ def test_equal_models_pass(dtype):
     assert "same function" in str(result)
 
 
+def test_an_output_that_is_the_same_for_all_inputs_is_told():
+    """Of a model that collapsed behind an operation which no plan follows: it is the same function all the same."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Softmax(1), nn.Linear(216, 4)).double()
+    gates = ng.attach_gates_(model)
+    assert not ng.verify(model, copy.deepcopy(model), image()).constant
+    gates["0"].close_(torch.ones(6, dtype=torch.bool))
+    result = ng.verify(model, ng.compact(model, ng.plan(model, image())), image())
+    assert result.passed and result.constant
+    assert str(result).endswith("the model's output is the same for all inputs")
+
+
 def test_rounding_passes_and_is_reported():
     model = network()
     other = copy.deepcopy(model)

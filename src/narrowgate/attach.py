@@ -62,7 +62,8 @@ def attach_gates_(
         placement: ``before-norm`` gates the layer; ``after-norm`` gates the BatchNorm registered directly behind it,
             scale and shift together, so that a closed channel is zero and not the constant beta. A layer without one
             is gated itself.
-        inputs: layers whose input features get gates as well. By default those a model names in ``gate_inputs``.
+        inputs: layers whose input features get gates as well, whatever ``where`` says. By default those a model names
+            in ``gate_inputs``.
         blocks: modules that get a single gate for their whole output, to drop for example a residual branch.
         last: gate the last layer too, for a model without an output layer.
         init: what ``g`` starts at. By default 1 for exponential gates and 0 for hard-concrete ones; a linear gate
@@ -146,6 +147,7 @@ def _put_family_(model: nn.Module, family: Family, shared: Gate, keep_function: 
 
 def _put_(layer: nn.Module, key: str, gate: Gate, keep_function: bool) -> None:
     gate.train(layer.training)
+    gate.divided = keep_function
     gate_layer_(layer, key, gate)
     if keep_function:
         divide_by_gate_(layer, gate)
@@ -252,7 +254,7 @@ def _together(
 
 
 def _nothing_to_gate(model: nn.Module, what: str, found: int, skipped: dict[str, str]) -> str:
-    reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+    reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in skipped.items())
     rest = f" Left out: {reasons}." if reasons else ""
     return f"nothing to gate in {type(model).__name__}: it has {found} x {what} and none was chosen.{rest}"
 

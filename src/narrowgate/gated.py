@@ -6,6 +6,7 @@ parameters keep their names, so an ordinary checkpoint loads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, cast
@@ -73,6 +74,19 @@ class GatedLayer(nn.Module):
             return True
         gates = [gate for gate in (self.gate, self.gate_in) if gate is not None]
         return not (weight.requires_grad or any(gate.g.requires_grad for gate in gates))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in ("gate", "gate_in"):
+            gate = gate_at(self, key)
+            if gate is None or not gate.divided or not gate.state_dict():  # what only views another's has no state
+                continue
+            if prefix + "weight" in state_dict and not any(name.startswith(f"{prefix}{key}.") for name in state_dict):
+                warnings.warn(
+                    "these weights were saved without gates, which now multiply them: the model does not compute what "
+                    "it did when they were saved. Load them first, then attach_gates_(..., keep_function=True)",
+                    stacklevel=2,
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle never holds prepared weights, even one made in the middle of a forward.

@@ -71,6 +71,8 @@ class Gate(nn.Module):
     """What each number starts at."""
     names: tuple[str, ...] = ()
     """What each number is called, where it is a group's and not a channel's."""
+    divided: bool = False
+    """Whether its layer's weights were divided by it, so that the model computed what it did without gates."""
 
     def value(self) -> Tensor:
         raise NotImplementedError

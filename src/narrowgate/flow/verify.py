@@ -41,7 +41,8 @@ class Verification:
     the outputs' own last digits; ``noise`` is what a change of the inputs by one unit in the last place does, on the
     same scale, or of the weights where they are in half precision or that of the inputs does not explain it. These two
     and the tolerance are of the whole output or of one of its channels, ``where``, whichever is worse; for inputs of
-    the shapes ``inputs``.
+    the shapes ``inputs``. ``constant`` says that the first model gave out the same for all inputs, as one that has
+    collapsed does.
     """
 
     max_error: float
@@ -51,6 +52,7 @@ class Verification:
     batches: tuple[int, ...]
     where: str = ""
     inputs: tuple[tuple[int, ...], ...] = ()
+    constant: bool = False
 
     @property
     def passed(self) -> bool:
@@ -65,6 +67,7 @@ class Verification:
         return (
             f"{verdict}: max difference {self.max_error:.1e}, {share} "
             f"(rounding noise {self.noise:.1e}, allowed {self.tolerance:.1e})"
+            + ("; but the model's output is the same for all inputs" if self.constant else "")
         )
 
 
@@ -191,7 +194,14 @@ def _worst(
             results.append(replace(found, inputs=shapes_of(batch)))
             if not found.passed:
                 return results[-1]
-    return max(results, key=lambda result: ratio(result.relative_error, result.tolerance))
+    worst = max(results, key=lambda result: ratio(result.relative_error, result.tolerance))
+    return replace(worst, constant=_same_for_all(expected))
+
+
+def _same_for_all(expected: list[list[Tensor]]) -> bool:
+    """Whether all entries of all batches are alike, of a model that gives out an entry for each."""
+    several = [t for outputs in expected for t in outputs if t.dim() and len(t) > 1]
+    return bool(several) and all(bool((t == t[:1]).all()) for t in several)
 
 
 def _beside_all_rounding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,16 +155,23 @@ def _plan(path: Path) -> Plan | None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines; a line that was cut off when a run was killed is passed over."""
+    """The objects in a file of JSON lines; a last one that was cut off when a run was killed is passed over."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    damaged = []
+    for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
         except ValueError:
-            continue
+            value = None
         if isinstance(value, dict) and "epoch" in value:
             yield value
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    if damaged:
+        which = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them {damaged[0]},"
+        warnings.warn(f"{path}: {which} can't be read: the page leaves out what stood there", stacklevel=2)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

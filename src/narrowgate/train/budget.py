@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.dtensors import is_sharded
-from narrowgate.flow.inplace import Optimizers, held_by, optimizers_of
+from narrowgate.flow.inplace import Optimizers, optimizers_of
 from narrowgate.flow.plan import check_choices
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gates import Gate, HardConcreteGate
@@ -18,7 +18,7 @@ from narrowgate.norms import check_not_negative
 from narrowgate.penalties import Penalty
 from narrowgate.rivals.filters import Filters
 from narrowgate.train.ranking import Ranking
-from narrowgate.train.shrink import WRAPPERS, random_numbers_kept
+from narrowgate.train.shrink import WRAPPERS, check_gates_train, random_numbers_kept
 from narrowgate.train.size import SPARED, Size
 
 _BEGIN = 3 / 7  # from when on the smallest gates are closed, as a share of the time to the target
@@ -47,17 +47,6 @@ def _check_gates(model: nn.Module, penalty: Penalty) -> None:
         raise ValueError(
             f"the penalty's gates, such as {foreign[0]!r}, are not those of this {type(model).__name__}: give the "
             "model that attach_gates_ returned them for, not a copy"
-        )
-
-
-def _check_optimizers(penalty: Penalty, optimizer: Optimizers) -> None:
-    optimizers = optimizers_of(optimizer)
-    held = {each for one in optimizers for each in held_by(one)}
-    if optimizers and held.isdisjoint(id(penalty.gates[name].g) for name in penalty.gates):
-        raise ValueError(
-            f"{type(optimizers[0]).__name__} trains none of the gates, which would never move: attach the gates before "
-            "the optimizer is made, or add them to it with optimizer.add_param_group({'params': gates.parameters()}). "
-            "If it trains copies of them, leave optimizer= out"
         )
 
 
@@ -119,7 +108,7 @@ class Budget:
         check_choices(constants, round_to, layout)
         check_not_negative("threshold", threshold)
         _check_gates(model, penalty)
-        _check_optimizers(penalty, optimizer)
+        check_gates_train(penalty.gates, optimizer)
         self.model = model
         self.penalty = penalty
         if not 0 < arrive <= 1:

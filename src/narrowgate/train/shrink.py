@@ -30,7 +30,7 @@ from narrowgate.flow.inplace import (
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
 from narrowgate.flow.trace import ExampleInputs, TraceError
-from narrowgate.gateset import gates_of
+from narrowgate.gateset import Gates, gates_of
 from narrowgate.weights import uncompiled
 
 WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -93,6 +93,8 @@ class Shrinker:
         self.round_to = round_to
         self.events: list[Shrunk] = []
         self._gates = gates_of(model)
+        if not self._closed():  # else somebody closes them by hand
+            check_gates_train(self._gates, optimizer)
         self._original = self._gates.count
         self._plan: Plan | None = None
         self._seen = 0
@@ -239,6 +241,18 @@ def _check(model: nn.Module, optimizer: Optimizers, every: int, share: float) ->
         raise ValueError(f"share must be between 0 and 1, got {share}")
     for each in optimizers_of(optimizer):
         check_optimizer(model, each)
+
+
+def check_gates_train(gates: Gates, optimizer: Optimizers) -> None:
+    """Refuse optimizers that have none of the gates, though these are to learn."""
+    optimizers, learning = optimizers_of(optimizer), {id(gate.g) for gate in gates.modules() if gate.learns}
+    held = {each for one in optimizers for each in held_by(one)}
+    if optimizers and learning and held.isdisjoint(learning):
+        raise ValueError(
+            f"{type(optimizers[0]).__name__} trains none of the gates, which would never move: attach the gates before "
+            "the optimizer is made, or add them to it with optimizer.add_param_group({'params': gates.parameters()}). "
+            "If it trains copies of them, leave optimizer= out; if they are closed by hand, freeze them"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
