@@ -392,6 +392,13 @@ def test_a_small_model_is_planned_again():
         assert smaller.bn.num_features == 8 and smaller.bn.gather.tolist() == [1, 4, 6]
 
 
+def test_a_gate_is_on_the_layer_in_front_of_a_norm_that_picks():
+    _, small = shrink(one_reader(), image(), layout="scatter")
+    gates = ng.attach_gates_(small, placement="after-norm")
+    assert "bn" not in gates.names and small(image()).isfinite().all()
+    shrink(small, image(), removes=False)
+
+
 def test_behind_another_plan():
     model = one_reader()
     close_(model.stem, [0, 4])

@@ -414,6 +414,13 @@ def test_a_collapsed_model_can_be_reopened():
     assert len(plan.cuts["0.weight"].keep[0]) == 1
 
 
+def test_what_cannot_be_copied_is_named():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[1].module = sys
+    with pytest.raises(TraceError, match=r"the attribute '1.module' is a module, which copy.deepcopy refuses"):
+        ng.plan(model, torch.randn(2, 3))
+
+
 def test_a_class_is_no_model():
     with pytest.raises(TypeError, match=r"plan needs a model, an nn\.Module that was built, got <class"):
         ng.plan(nn.ReLU, torch.ones(1))

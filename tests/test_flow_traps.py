@@ -1,8 +1,10 @@
 """Ways to be silently wrong: each of these models once was, or nearly was, narrowed to another function."""
 
 import math
+import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from flow_helpers import Net, assert_same_function, assert_trains, close_, image, kept, settle_, shrink, shrink_all
@@ -921,3 +923,76 @@ def test_a_view_takes_as_many_channels_for_tokens(name):
     model = Net(body, conv=nn.Conv1d(3, 6, 1), head=nn.Linear(36, 4)).double().eval()
     close_(model.conv, [1, 4])
     shrink_all(model, torch.randn(4, 3, 6, dtype=torch.float64), removes=None)
+
+
+class OwnShift(nn.Module):
+    """A convolution that is shifted by a vector of the block's, unless it has a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 1, bias=False)
+        self.shift = nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x):
+        y = self.conv(x)
+        return F.relu(y if self.conv.bias is not None else y + self.shift)
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter", "auto"])
+def test_a_bias_that_code_asks_for_is_not_added(layout):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), OwnShift(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    model = settle_(model, image())
+    close_(model[0], [0, 1, 2], 1.0)
+    _, small = shrink(model, image(), removes=None, layout=layout)
+    assert small[2].conv.bias is None
+
+
+@pytest.mark.parametrize("layout", ["aligned", "scatter", "auto"])
+def test_a_layer_whose_memory_is_strided_through_is_never_idle(layout):
+    def body(net, x):
+        y, z = net.a(x), net.b(x)
+        n, t, c = z.shape
+        windows = z.as_strided((n, t - 2, 3, c), (t * c, c, c, 1))
+        return net.head(y[:, 2:] + windows.mean(2))
+
+    model = Net(body, a=nn.Linear(6, 8), b=nn.Linear(6, 8), head=nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        model.b.weight.zero_()
+    shrink(model, torch.randn(2, 9, 6).double(), removes=None, layout=layout)
+
+
+class Dropped(nn.Module):
+    """LayerDrop: in training a block is left out by chance, which Python or NumPy draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            if not self.training or self.draw() < 0.5:
+                x = x + F.relu(block(x))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["python", "numpy"])
+def test_layers_that_are_left_out_by_chance_are_narrowed(draw):
+    model = Dropped(draw).double()
+    for layer in (model.stem, *model.blocks):
+        close_(layer, [0, 3, 4])
+    for seed in range(4):
+        random.seed(seed)
+        np.random.seed(seed)
+        plan = ng.plan(model, image())
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        random.seed(seed)
+        np.random.seed(seed)
+        assert state == (random.getstate(), np.random.get_state()[1].tolist())  # a plan draws nothing that is missed
+        assert kept(plan, "stem.weight") == [1, 2, 5, 6, 7]
+        ng.verify(model, ng.compact(model, plan), image())

@@ -79,6 +79,7 @@ def find_trouble(
     large, device = _reference(flow, model, example_inputs)
     small = skeleton(model, plan.cuts, device)
     resize_(small, plan.edits, plan.widths)
+    _give_biases_(small, plan)
     for training, wanted in large.items():
         got = run(small.train(training), flow.mixers, example_inputs, device)
         trouble = _first_trouble(flow, decision, wanted, got)
@@ -87,6 +88,15 @@ def find_trouble(
         if trouble is not None:
             return trouble
     return None
+
+
+def _give_biases_(small: nn.Module, plan: Planned) -> None:
+    """Those that layers get for their constants: code around a layer may ask whether it has one."""
+    for edit in plan.edits.values():
+        if edit.new_bias:
+            layer = small.get_submodule(edit.layer)
+            weight = layer.get_parameter("weight")
+            layer.bias = nn.Parameter(weight.new_empty(weight.shape[int(edit.transposed)]), requires_grad=False)
 
 
 def _flattened(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,7 +87,7 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         args, kwargs = pytree.tree_map(lambda leaf: _empty_like(leaf, device), call_arguments(example_inputs))
         try:
             log.add(Event(("inputs",)), (args, kwargs))
-            with nothing_kept(model), log, Data(log), quiet():
+            with nothing_kept(model), _same_luck(), log, Data(log), quiet():
                 output = model(*args, **kwargs)
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))
@@ -138,6 +140,19 @@ def _picked_if_it_fits(norm: nn.Module, called: Callable[[Tensor, Tensor], Tenso
         return called(input, input if norm.gather is None else input.index_select(1, norm.gather))
 
     return forward
+
+
+@contextlib.contextmanager
+def _same_luck() -> Iterator[None]:
+    """What Python and NumPy draw is the same in every run: by it LayerDrop chooses the layers, and mixup its share."""
+    python, array = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ def is_in_place(node: Node) -> bool:
 
 
 def overwritten(node: Node, graph: Graph) -> bool:
-    """Whether an operation may write to the memory of this result, or the model hands it out."""
+    """Whether an operation may write to the memory of this result or go through it by itself, or it is handed out."""
     if graph.functionalised:
         return True
     waiting = [node]
@@ -329,6 +329,8 @@ def overwritten(node: Node, graph: Graph) -> bool:
         at = waiting.pop()
         for user in at.users:
             if user.op == "output" or (_writes(user) and (user.args[0] is at or not is_in_place(user))):
+                return True
+            if user.target is torch.ops.aten.as_strided.default:
                 return True
             if user.args and user.args[0] is at and _shares_memory(user):
                 waiting.append(user)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -47,11 +48,11 @@ def share_copy(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = tensor
     try:
         return copy_structure(model, memo)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise TraceError(f"{type(model).__name__} can't be copied: {_why_not_copied(model, error)}") from error
 
 
-def _why_not_copied(model: nn.Module, error: RuntimeError) -> str:
+def _why_not_copied(model: nn.Module, error: Exception) -> str:
     for name, module in model.named_modules():
         for key, held in vars(module).items():
             leaves = pytree.tree_leaves(held) if isinstance(held, (Tensor, list, tuple, dict)) else ()
@@ -63,7 +64,27 @@ def _why_not_copied(model: nn.Module, error: RuntimeError) -> str:
                     f"the attribute {path!r} holds a result of an earlier forward pass, with its gradient. Set it to "
                     f"None first (model.{path} = None), or keep it as .detach()"
                 )
+            if isinstance(error, TypeError) and not _can_be_copied(held):
+                path = f"{name}.{key}".removeprefix(".")
+                return (
+                    f"the attribute {path!r} is a {type(held).__name__}, which copy.deepcopy refuses. Keep it outside "
+                    "the model, or give its class a __deepcopy__"
+                )
     return str(error).splitlines()[0]
+
+
+def _can_be_copied(held: Any) -> bool:
+    if isinstance(held, (Tensor, nn.Module)) or (isinstance(held, dict) and any(map(_is_part, held.values()))):
+        return True  # parts of the model, which are looked through by themselves
+    try:
+        copy.deepcopy(held)
+    except Exception:
+        return False
+    return True
+
+
+def _is_part(held: Any) -> bool:
+    return isinstance(held, (Tensor, nn.Module))
 
 
 def _how_to_make_ordinary(module: nn.Module, key: str) -> str:
