@@ -184,6 +184,15 @@ def test_pixel_shuffle_needs_all_four():
     assert kept(plan, "conv1.weight") == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("shuffle", [lambda net, x: F.channel_shuffle(x, 3), lambda net, x: net.shuffle(x)])
+def test_shuffled_channels_go_from_all_groups_alike(shuffle):
+    model = two_layers(shuffle, nn.Conv2d(12, 4, 1), width=12, shuffle=nn.ChannelShuffle(3))
+    close_(model.conv1, [1, 5, 9, 2, 6])
+    plan, _ = shrink_all(model, image())
+    assert kept(plan, "conv1.weight") == [0, 2, 3, 4, 6, 7, 8, 10, 11] and not plan.walls
+    assert kept(plan, "last.weight", 1) == [0, 1, 2, 6, 7, 8, 9, 10, 11]
+
+
 @pytest.mark.parametrize("dim", [1, 2])
 def test_concatenation(dim):
     def body(net, x):

@@ -226,6 +226,22 @@ def pixel_shuffle(flow: Flow, node: Node) -> None:
     put_moved(flow, node, axis, channels.reshape(-1, area) if shuffles else np.repeat(channels, area)[:, None])
 
 
+def channel_shuffle(flow: Flow, node: Node) -> None:
+    """Channels change places by their number in their group, so that all groups keep the same ones."""
+    state = flow.state(flow.reads(node, node.args[0]))
+    if state.axis not in (1, None):
+        wall_rule(flow, node)
+        return
+    if state.axis is None:
+        put_moved(flow, node, None, None)
+        return
+    groups = int(arg(node, 1, "groups"))
+    first, *others = state.labels.reshape(groups, -1)
+    for other in others:
+        flow.tie(first, other)
+    put_moved(flow, node, 1, np.arange(len(state.labels)).reshape(groups, -1).T.reshape(-1, 1))
+
+
 RULES: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys("view view_as reshape reshape_as _unsafe_view _reshape_alias".split(), reshape),
     **dict.fromkeys("flatten unflatten squeeze unsqueeze".split(), reshape),
@@ -238,4 +254,5 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
     "getitem": getitem,
     "pixel_shuffle": pixel_shuffle,
     "pixel_unshuffle": pixel_shuffle,
+    "channel_shuffle": channel_shuffle,
 }
