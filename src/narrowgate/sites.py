@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from narrowgate.flow.layers import IndexedNorm
 from narrowgate.gates import GroupGate
 from narrowgate.groups import Family, blocks_of, branch_ends_of, heads_of, last_of, neurons_of
 from narrowgate.swap import (
@@ -225,9 +224,10 @@ def norms_that_follow(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
         for (name, layer), (norm_name, norm) in pairwise(children):
             if not isinstance(layer, (_ConvNd, nn.Linear)) or not isinstance(norm, _BatchNorm):
                 continue
-            if isinstance(norm, IndexedNorm):  # it gives out fewer channels than it reads
+            if not norm.affine or has_lazy_weights(norm):
                 continue
-            if norm.affine and not has_lazy_weights(norm) and norm.num_features == out_channels(layer):
+            # One that picks, of a small model in the scatter layout, gives out fewer channels than it reads.
+            if len(norm.weight) == norm.num_features == out_channels(layer):
                 pairs[prefix + name] = (prefix + norm_name, norm)
     return pairs
 
