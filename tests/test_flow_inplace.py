@@ -397,6 +397,25 @@ def test_noise_that_leaves_zeros_alone_holds_nothing(noise):
     assert kept(ng.plan(model, image(), training=True), "first.weight") == [4, 5]
 
 
+def test_numbers_drawn_in_training_need_the_deviations_that_they_are_drawn_with():
+    def body(net, x):
+        mean, deviation = net.mean(x), net.deviation(x).exp()
+        return net.last(torch.normal(mean, deviation) if net.training else mean)
+
+    layers = {name: nn.Conv2d(3, 6, 1) for name in ("mean", "deviation")}
+    model = Net(body, **layers, last=nn.Conv2d(6, 4, 1)).double()
+    gates = ng.attach_gates_(model, where=lambda name, _: name == "deviation")
+    gates["deviation"].close_(torch.arange(6) < 4)
+    cut, x = copy.deepcopy(model), image()
+    assert ng.plan(cut, x).cuts
+    ng.compact_(cut, ng.plan(cut, x, training=True))
+    assert cut.deviation.out_channels == 6
+    torch.manual_seed(0)
+    wanted = model.train()(x)
+    torch.manual_seed(0)
+    assert torch.equal(cut.train()(x), wanted)
+
+
 class Crossed(nn.Module):
     """In training mode it does the same operations, with each layer's result in the other's place."""
 

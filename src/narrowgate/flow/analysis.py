@@ -244,7 +244,7 @@ class Flow(Couplings):
         tensor = self.tensors[name].detach()
         shape = tuple(tensor.shape)
         long = [axis for axis, size in enumerate(shape) if size > 1]
-        if not long:
+        if not long or not tensor.numel():
             known = tensor.numel() == 1 and self._is_final(name)
             return unlabelled(shape, float(tensor.reshape(-1)[0]) if known else float("nan"))
         axis = long[0] if len(long) == 1 else (1 if len(shape) == 4 else len(shape) - 1)

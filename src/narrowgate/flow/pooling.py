@@ -234,7 +234,7 @@ def fresh_like(flow: Flow, node: Node) -> None:
 
 def random_like(flow: Flow, node: Node) -> None:
     """rand_like, bernoulli_, …: what training draws may be drawn for fewer channels; in eval mode it stays the same."""
-    if flow.closed is None or not isinstance(node.args[0], Node):
+    if flow.closed is None or node.all_input_nodes != [node.args[0]]:  # torch.normal(mean, deviation) reads both
         wall_rule(flow, node)
         return
     read = flow.reads(node, node.args[0])
