@@ -454,3 +454,13 @@ def test_prelu_with_one_number():
     close_(model.first, [1, 2])
     close_(model.first, [3], -0.5)
     shrink_all(model.eval(), torch.randn(5, 4, dtype=torch.float64))
+
+
+def test_a_linear_layer_without_inputs():
+    """Some of what a network may read is switched off, and a layer for nothing adds its bias alone."""
+    model = Net(lambda net, x: net.last(F.relu(net.first(x) + net.other(x[:, :0]))))
+    model.first, model.other, model.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+    model.other.weight = nn.Parameter(torch.empty(6, 0))
+    close_(model.first, [1, 2])
+    plan, _ = shrink_all(model.double().eval(), torch.randn(5, 4, dtype=torch.float64), removes=None)
+    assert ("linear", "its weight has no numbers") in [(wall.op, wall.why) for wall in plan.walls]

@@ -8,6 +8,8 @@ from flow_helpers import Net, close_, close_at_random_, image, kept, prepare_, s
 from torch import nn
 from torch.nn import functional as F
 
+import narrowgate as ng
+
 
 def two_layers(middle, last, width=6, **parts):
     """conv1 -> middle -> last; channels 1 and 2 of conv1 are zero, 3 is constant, the others alive."""
@@ -240,6 +242,35 @@ def test_repeat_and_expand():
 
     plan, _ = shrink_all(two_layers(middle, nn.Conv2d(12, 4, 1)), image())
     assert kept(plan, "conv1.weight") == [0, 4, 5]
+
+
+def test_a_shape_that_a_buffer_gives():
+    """What ``reshape_as`` is given has all channels, and nobody reads its numbers."""
+
+    def body(net, x):
+        return net.last(net.first(x).reshape_as(net.like)) + net.other(net.second(x))
+
+    parts = {"last": nn.Linear(6, 4), "other": nn.Linear(6, 4)}
+    model = Net(body, first=nn.Linear(3, 6), second=nn.Linear(3, 6), **parts).double()
+    model.register_buffer("like", torch.randn(5, 6, dtype=torch.float64))
+    for layer in (model.first, model.second):
+        close_(layer, [1, 2])
+    x = torch.randn(5, 3, dtype=torch.float64)
+    plan = ng.plan(model, x)
+    assert kept(plan, "first.weight") is None and kept(plan, "second.weight") == [0, 3, 4, 5]
+    assert torch.allclose(ng.compact(model, plan)(x), model(x), rtol=1e-9, atol=1e-9)
+
+
+def test_lists_in_what_an_operation_gives():
+    """``histogramdd`` gives a tensor and a list of them."""
+
+    def body(net, x):
+        y = net.conv1(x).mean((2, 3))
+        return net.last(y) + torch.histogramdd(y[:, :2].detach(), bins=[2, 2])[1][0].mean()
+
+    model = Net(body, conv1=nn.Conv2d(3, 6, 3), last=nn.Linear(6, 4))
+    close_(model.conv1, [4, 5])
+    shrink_all(settle_(model, image()), image(), removes=None)
 
 
 def test_squeeze_of_everything_when_one_channel_is_left():

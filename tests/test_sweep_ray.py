@@ -26,7 +26,7 @@ from narrowgate.train.recipe import Recipe, RecipeError
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install ".[sweep]"')
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes are killed with SIGKILL here")
 # Ray's workers are nice, and get next to nothing beside the other tests.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 EPOCHS = 8
 GOOD = [f"name=lenet5,seed={seed}" for seed in (0, 1, 2)]
 BAD = [f"name=lenet6,seed={seed}" for seed in (0, 1, 2)]

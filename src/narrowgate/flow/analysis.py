@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,8 @@ class Flow(Couplings):
         """Which parts (first axis, second axis) of a weight can be other than 0; in training, all but closed ones."""
         tensor = self.tensors[weight].detach()
         if self.closed is None and weight not in self.numbers.missing:
-            pattern: Mask = (tensor != 0).reshape(*tensor.shape[:2], -1).any(2).cpu().numpy()
+            rows, columns, *kernel = tensor.shape
+            pattern: Mask = (tensor != 0).reshape(rows, columns, math.prod(kernel)).any(2).cpu().numpy()
             return slim(pattern) if weight in self.numbers.found else pattern
         closed = self.numbers.zeros(weight) if self.closed is None else self.closed.get(weight, (None, None))
         return open_parts(tuple(tensor.shape[:2]), *closed)

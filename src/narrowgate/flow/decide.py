@@ -57,8 +57,8 @@ def decide(flow: Flow, round_to: int = 1) -> Decision:
     classes.keep(np.array([PINNED]), "for fixed places")
     for labels, why in flow.pinned:
         classes.keep(labels, why)
-    for node, state in flow.states.items():
-        live = flow.live[node]
+    for node, live in flow.live.items():
+        state = flow.states[node]
         for one, mask in zip(state, live, strict=True) if isinstance(state, list) else [(state, live)]:
             if one.axis is not None:
                 classes.keep(one.labels[mask & one.varies], "used")

@@ -78,6 +78,8 @@ def embedding(flow: Flow, node: Node) -> None:
 
 
 def why_not(node: Node) -> str:
+    if _is_empty(node):
+        return "its weight has no numbers"
     if _is_vector(node):
         return "its weight is a vector"
     if _is_complex(node):
@@ -88,6 +90,10 @@ def why_not(node: Node) -> str:
 def _is_vector(node: Node) -> bool:
     """Whether it is F.linear with one weight for each input channel, which leaves no axis for its result."""
     return bool(arg(node, 1, "weight").meta["val"].dim() < 2)
+
+
+def _is_empty(node: Node) -> bool:
+    return not arg(node, 1, "weight").meta["val"].numel()
 
 
 def _is_complex(node: Node) -> bool:
@@ -102,7 +108,7 @@ def _adds_other(node: Node) -> bool:
 
 def parameter_names(flow: Flow, node: Node) -> tuple[str, str | None] | None:
     """The names of weight and bias, or None where one is not a parameter of the model itself, or is of an odd kind."""
-    if _is_complex(node) or _is_vector(node) or _adds_other(node):
+    if _is_empty(node) or _is_complex(node) or _is_vector(node) or _adds_other(node):
         return None
     weight, bias = arg(node, 1, "weight"), arg(node, 2, "bias")
     names: list[str | None] = []

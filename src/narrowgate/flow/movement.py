@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.fx import Node
 
 from narrowgate.flow.analysis import Flow, wall_rule
@@ -134,6 +135,9 @@ def getitem(flow: Flow, node: Node) -> None:
     index = node.args[1]
     parts = flow.states[read]
     assert isinstance(parts, list) and isinstance(index, int)
+    if not isinstance(node.meta["val"], Tensor):  # a list in a list
+        wall_rule(flow, node)
+        return
 
     def backward(live: Mask) -> None:
         flow.live[read][index] |= live
