@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from narrowgate import models
 from narrowgate.models.mobilenet import InvertedResidual as bottleneck
-from narrowgate.train import depthwise, fused, norm_launch, wide
+from narrowgate.train import depthwise, fused, norm_activation, norm_launch, wide
 
 if not hasattr(InterpreterBuilder, "get_int1_ty"):  # Triton 3.2's interpreter has all types but this; its compiler has
     InterpreterBuilder.get_int1_ty = lambda self: tl.int1
@@ -40,7 +40,7 @@ def kernels() -> dict[str, list[float]]:
             ours = [t.clone().requires_grad_() for t in (x.contiguous(memory_format=CHANNELS_LAST), weight, bias)]
             moved = torch.zeros(shape[1]), torch.ones(shape[1])
             norm = norm_launch.Norm(shape[1], shape[1], 0.1, 1e-5, activation)
-            y = fused._NormActivation.apply(*ours, moved, norm)[0]
+            y = norm_activation.NormActivation.apply(*ours, moved, norm)[0]
             seen = [y, *torch.autograd.grad(y, ours, dy), *moved]
             found[f"{list(shape)} {activation}"] = [
                 float(((a - b).abs().max() / a.abs().max()).detach()) for a, b in zip(wanted, seen, strict=True)
@@ -287,7 +287,7 @@ def main() -> None:
                 "dropout": dropout(),
                 "residual": model(lambda: models.PreActResNet(20, 5, 0.0), images),
                 "dense": model(lambda: models.DenseNet(7, 4, 5, 0.0), images),
-                "trial": fused.why_not(torch.device("cpu")),
+                "trial": norm_activation.why_not(torch.device("cpu")),
                 "works": [depthwise.works(torch.device("cpu"), kind) for kind in (torch.bfloat16, torch.float32)],
                 "noticed": mistaken(),
                 "kernels": kernels(),

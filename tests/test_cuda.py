@@ -120,7 +120,8 @@ def test_a_new_epoch_makes_no_new_tensor(kind):
 @pytest.mark.parametrize("half", [False, True])
 def test_fused_norms_train_as_plain_ones(half):
     """A few steps with Triton's kernels end where steps with PyTorch's own do."""
-    from narrowgate.train.fused import Fused, why_not
+    from narrowgate.train.fused import Fused
+    from narrowgate.train.norm_activation import why_not
 
     assert why_not(torch.device("cuda", 0)) == ""
 

@@ -105,7 +105,7 @@ def test_a_batch_that_changes_before_its_norm_is_used_is_noticed(trial: dict[str
 
 
 def test_where_it_cannot_be_the_reason_is_told() -> None:
-    from narrowgate.train.fused import why_not
+    from narrowgate.train.norm_activation import why_not
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, where it can be")

@@ -11,10 +11,8 @@ DenseNet grows by (grown.py): its convolution is promised as well, until it is c
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,99 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from narrowgate.train import calls
+from narrowgate.train.promises import Batch, Layer, Promise
 from narrowgate.train.wide import HALVES, Casts, Narrow, Pool, width_for
 
 if TYPE_CHECKING:
     from narrowgate.train.grown import Block
-    from narrowgate.train.norm_launch import Norm
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class _NormActivation(torch.autograd.Function):
-    """A norm with statistics of the batch, what is done to its result, and the batch once more.
-
-    Who reads the batch elsewhere and takes that instead has its gradient added to the norm's own.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        from narrowgate.train import norm_launch
-
-        ctx.set_materialize_grads(False)
-        y, facts = norm_launch.forward(x, weight, bias, running, norm)
-        ctx.save_for_backward(x, facts)
-        ctx.norm = norm
-        return y, x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
-        from narrowgate.train import norm_launch
-
-        if dy is None:
-            return more, None, None, None, None
-        x, facts = ctx.saved_tensors
-        found = norm_launch.backward(x, _as_rows(dy), None if more is None else _as_rows(more), facts, ctx.norm)
-        return *found, None, None
-
-
-def _as_rows(gradient: Tensor) -> Tensor:
-    """A gradient that the kernels can read: as it is, or a copy."""
-    from narrowgate.train.norm_launch import rows_apart
-
-    if rows_apart(gradient) is not None:
-        return gradient
-    return gradient.contiguous(memory_format=torch.channels_last)
-
-
-class _Batch:
-    """What one norm reads: its running statistics move once, however often its result is computed."""
-
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None) -> None:
-        self.inputs, self.running = (x, weight, bias), running
-        self.with_gradient, self._version = torch.is_grad_enabled(), x._version
-
-    def untouched(self) -> bool:
-        """Whether all is as when the model called the norm."""
-        return torch.is_grad_enabled() == self.with_gradient and self.inputs[0]._version == self._version
-
-    def compute(self, norm: Norm) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() != self.with_gradient:
-            # Inside a custom autograd function, say, that would lose the gradient without a word.
-            raise RuntimeError("a norm's result was first used where gradients are switched another way")
-        if not self.untouched():
-            raise RuntimeError("what a norm read was changed in place before its result was used")
-        running, self.running = self.running, None
-        found: tuple[Tensor, Tensor] = _NormActivation.apply(*self.inputs, running, norm)
-        return found
-
-
-@dataclass
-class _Promise:
-    """A norm that has not been computed, and what is to be done to its result."""
-
-    source: Tensor
-    """What the model gave the norm; the batch itself may be wider."""
-    batch: _Batch
-    norm: Norm
-    result: Tensor | None = None
-
-    def stand_in(self) -> Tensor:
-        """What goes round in its place: of its shape, without numbers."""
-        return torch.empty(self.source.shape, dtype=self.source.dtype, device="meta")
-
-
-@dataclass
-class _Layer:
-    """A 3x3 convolution of a norm that has not been computed, and dropout behind it."""
-
-    norm: _Promise
-    weight: Tensor
-    drop: float = 0.0
-    salt: int = 0
-    result: Tensor | None = None
 
 
 class Fused(TorchFunctionMode):
@@ -131,8 +43,8 @@ class Fused(TorchFunctionMode):
         self._notice, self._gave_up = notice, False
         self._before: list[tuple[Tensor, Tensor]] | None = []
         """Running statistics and what they were, until a first forward has ended well."""
-        self._promises: dict[int, tuple[Tensor, _Promise]] = {}
-        self._layers: dict[int, tuple[Tensor, _Layer]] = {}
+        self._promises: dict[int, tuple[Tensor, Promise]] = {}
+        self._layers: dict[int, tuple[Tensor, Layer]] = {}
         self._blocks: dict[int, tuple[Tensor, Block]] = {}
         self._counters: dict[int, Tensor] = {}
         self._again: dict[int, tuple[Tensor, Tensor]] = {}
@@ -219,7 +131,7 @@ class Fused(TorchFunctionMode):
         training: bool = False,
         momentum: float = 0.1,
         eps: float = 1e-5,
-    ) -> _Promise | None:
+    ) -> Promise | None:
         """A norm put off, if it is one that the kernels can do."""
         from narrowgate.train.norm_launch import Norm, rows_apart
 
@@ -244,9 +156,9 @@ class Fused(TorchFunctionMode):
         running = None if running_mean is None or running_var is None else (running_mean, running_var)
         channels = input.shape[1]
         norm = Norm(channels, width_for(channels, input.dtype), momentum, eps)
-        return _Promise(input, _Batch(batch, weight.contiguous(), bias.contiguous(), running), norm)
+        return Promise(input, Batch(batch, weight.contiguous(), bias.contiguous(), running), norm)
 
-    def _later(self, promise: _Promise, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> _Promise | None:
+    def _later(self, promise: Promise, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Promise | None:
         """A promise of more, if this operation is one that the kernels do along with the norm."""
         norm = promise.norm
         if promise.result is not None or norm.drop:
@@ -266,14 +178,14 @@ class Fused(TorchFunctionMode):
         self._salt += 1
         return self._seed, self._salt
 
-    def _given(self, promise: _Promise) -> Tensor:
+    def _given(self, promise: Promise) -> Tensor:
         stand_in = promise.stand_in()
         self._promises[id(stand_in)] = stand_in, promise
         return stand_in
 
     def _layer(
         self,
-        promise: _Promise,
+        promise: Promise,
         stand_in: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -281,7 +193,7 @@ class Fused(TorchFunctionMode):
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> _Layer | None:
+    ) -> Layer | None:
         """A convolution put off, if it may be one that a dense block grows by."""
         from narrowgate.train.grown import fits, works
 
@@ -290,9 +202,9 @@ class Fused(TorchFunctionMode):
         fresh = promise.result is None and not promise.norm.drop and promise.batch.with_gradient
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == source.dtype in HALVES
         ready = fresh and half and fits(source, weight, bias, stride, padding, dilation, groups)
-        return _Layer(promise, weight) if ready and works(source.device, source.dtype) else None
+        return Layer(promise, weight) if ready and works(source.device, source.dtype) else None
 
-    def _given_layer(self, layer: _Layer, like: Tensor) -> Tensor:
+    def _given_layer(self, layer: Layer, like: Tensor) -> Tensor:
         n, _, h, w = like.shape
         stand_in = torch.empty((n, layer.weight.shape[0], h, w), dtype=like.dtype, device="meta")
         self._layers[id(stand_in)] = stand_in, layer
@@ -314,7 +226,7 @@ class Fused(TorchFunctionMode):
                 return self._grown(held[1])
         return None
 
-    def _grown(self, layer: _Layer) -> Tensor | None:
+    def _grown(self, layer: Layer) -> Tensor | None:
         """The maps of a block and those that a layer adds, side by side; None if the norm was computed meanwhile."""
         from narrowgate.train import grown
 
@@ -338,7 +250,7 @@ class Fused(TorchFunctionMode):
         held = self._promises.get(id(value))
         return value if held is None else self._computed(held[1])
 
-    def _convolved(self, layer: _Layer) -> Tensor:
+    def _convolved(self, layer: Layer) -> Tensor:
         """What was put off, by the kernels that all convolutions have."""
         if layer.result is None:
             y = self._convolution(self._computed(layer.norm), layer.weight, None, 1, 1)
@@ -347,7 +259,7 @@ class Fused(TorchFunctionMode):
             layer.result = y
         return layer.result
 
-    def _computed(self, promise: _Promise) -> Tensor:
+    def _computed(self, promise: Promise) -> Tensor:
         source = promise.source
         if promise.result is None:
             wide, again = promise.batch.compute(promise.norm)
@@ -456,40 +368,3 @@ def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Te
         found = None
     result: Tensor = torch.conv2d(x, weight, bias, *options) if found is None else Depthwise.apply(x, weight, *found)
     return result
-
-
-@cache
-def why_not(device: torch.device) -> str:
-    """Why norms can't be fused on this device, found by trying; empty if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        return _trial(device)
-    except Exception as error:  # a compiler of its own: anything may go wrong, and plain kernels do the work as well
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _trial(device: torch.device) -> str:
-    """Compare a small norm, forward and backward, with PyTorch's."""
-    from narrowgate.train.norm_launch import Norm
-
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    x = (draw(8, 24, 9, 9) * 3 + 1).contiguous(memory_format=torch.channels_last)
-    weight, bias, dy = draw(24), draw(24), draw(8, 24, 9, 9)
-    seen: list[list[Tensor]] = []
-    for fused in (False, True):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-        running = torch.zeros(24, device=device), torch.ones(24, device=device)
-        if fused:
-            y = _NormActivation.apply(*leaves, running, Norm(24, 24, 0.1, 1e-5, calls.RELU6))[0]
-        else:
-            y = F.relu6(F.batch_norm(leaves[0], *running, leaves[1], leaves[2], True, 0.1, 1e-5))
-        seen.append([y.detach(), *torch.autograd.grad(y, leaves, dy), *running])
-    for plain, ours in zip(*seen, strict=True):
-        if not torch.allclose(plain, ours, rtol=1e-3, atol=1e-3):
-            return f"its kernels give other numbers than PyTorch's (by {(plain - ours).abs().max():.1e})"
-    return ""

@@ -26,8 +26,9 @@ from narrowgate.train.augment import seeded
 from narrowgate.train.data import Data, FolderData
 from narrowgate.train.feed import ArrayFeed, FolderFeed, Place, held_out_batches
 from narrowgate.train.finish import Pruned, prune
-from narrowgate.train.fused import Fused, Looks, why_not
+from narrowgate.train.fused import Fused, Looks
 from narrowgate.train.log import EpochRow, RunLog
+from narrowgate.train.norm_activation import why_not
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.setup import Parts, build, make_budget, make_feed, make_shrinker
 from narrowgate.train.show import Show
