@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+ABOUT = ("command", "date", "device", "threads", "versions")
+"""What all records say about themselves; the rest are versions of the packages whose models were run."""
+
 
 def write_table(record: dict[str, Any], path: Path) -> None:
     """Write the page: what was asked, the counts, one row a model, then what did not pass and why."""
     models: dict[str, dict[str, Any]] = record["models"]
     done = {key: model for key, model in models.items() if "error" in model}
     others = {key: model for key, model in models.items() if model["verdict"] != "same"}
+    packages = ", ".join(f"{name} {version}" for name, version in record["about"].items() if name not in ABOUT)
     lines = [
         "# Soundness: compacted models compare with their originals",
         "",
         f"Made by `{record['about']['command']}` ({record['about']['date'][:10]}, PyTorch "
         f"{record['about']['versions']['torch']}, torchvision {record['about']['versions']['torchvision']}, "
-        f"timm {record['about']['timm']}). Numbers in full: `{path.stem}.json`.",
+        f"{packages}). Numbers in full: `{path.stem}.json`.",
         "",
         f"Random weights, random BatchNorm statistics and shifts, {record['settings']['zeroed']} "
         "zeroed at random, layer by layer; float64; batches of 2 and 3. *Error*: the largest difference between "

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _zoo_others import PACKAGES, build, models
 from torch import Tensor, nn
 
 # Sizes of torchvision models that do not run at 96 pixels: windows, fixed grids, auxiliary heads that need room.
@@ -101,6 +102,11 @@ def entries() -> list[Entry]:
     return found
 
 
+def other_entries(packages: Iterable[str]) -> list[Entry]:
+    """Models of other libraries, which know their sizes themselves."""
+    return [Entry(name, package, None) for package, named in models().items() if package in packages for name in named]
+
+
 def _torchvision(name: str) -> Entry:
     pixels = _SWIN_PIXELS if name.startswith("swin") else _TORCHVISION_PIXELS.get(name, 96)
     return Entry(name, "torchvision", pixels)
@@ -115,6 +121,9 @@ def load(entry: Entry) -> Loaded:
     """Build a model with random weights; nothing is downloaded."""
     if entry.source == "timm":
         return _load_timm(entry)
+    if entry.source in PACKAGES:
+        model, size = build(entry.source, entry.name)
+        return Loaded(model, _images(size), size)
     assert entry.pixels is not None
     shape: tuple[int, ...] = (3, entry.pixels, entry.pixels)
     from torchvision.models import get_model

@@ -6,9 +6,11 @@
     python benchmarks/soundness.py --only resnet50    # names that contain this; other results stay as they are
     python benchmarks/soundness.py --table            # write soundness.md again from soundness.json
     python benchmarks/soundness.py --zero inputs --out benchmarks/soundness_inputs.json
+    python benchmarks/soundness.py --others          # models of other libraries (_zoo_others.py says which)
 
-Needs the package installed, torchvision and timm. Writes ``benchmarks/soundness.json`` after every model and
-``benchmarks/soundness.md`` at the end, or what ``--out some/where.json`` names, models always in the same order.
+Needs the package installed, torchvision and timm; with ``--others``, the packages whose models are to be looked at.
+Writes ``benchmarks/soundness.json`` after every model and ``benchmarks/soundness.md`` at the end, with ``--others``
+``soundness_others.json`` and its page, or what ``--out some/where.json`` names, models always in the same order.
 
 Each model has random weights, random BatchNorm statistics and shifts, and half of the filters of every layer but the
 last set to zero, drawn layer by layer; with ``--zero inputs``, half of what every layer reads. It is planned and
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import json
 import os
 import time
@@ -36,13 +39,15 @@ from _record import ROOT, about, write_json
 from _soundness_table import write_table
 from _workers import Job, Limits, Outcome, add_options, first_line, outcomes
 from _zeroed import calibrate_, parameters, randomise_, zero_half_, zero_half_inputs_
-from _zoo import Entry, Unknown, entries, load
+from _zoo import Entry, Unknown, entries, load, other_entries
+from _zoo_others import installed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import narrowgate as ng
 
 RESULTS = ROOT / "benchmarks" / "soundness.json"
+OTHERS = ROOT / "benchmarks" / "soundness_others.json"
 LAYOUTS = ("aligned", "scatter")
 BATCHES = (2, 3)
 TOLERANCE = 1e-9
@@ -64,9 +69,11 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--zero", choices=tuple(ZEROS), default="filters", help="what half of is set to zero")
     parser.add_argument("--skip-larger-than", type=float, default=250.0, help="million parameters")
+    parser.add_argument("--others", action="store_true", help="models of other libraries than torchvision and timm")
     add_options(parser, seconds=420.0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="where to write the numbers (default soundness[_others].json)")
     options = parser.parse_args()
+    options.out = options.out or (OTHERS if options.others else RESULTS)
     record = read(options.out)
     if not options.table:
         if not (options.resume or options.only):
@@ -81,16 +88,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    import timm
     import torchvision  # noqa: F401
 
+    packages = installed() if options.others else {"timm": importlib.metadata.version("timm")}
     models: dict[str, Any] = record["models"]
-    zoo = {entry.key: entry for entry in entries()}
+    zoo = {entry.key: entry for entry in (other_entries(packages) if options.others else entries())}
     jobs = jobs_of(options, [entry for entry in zoo.values() if options.only in entry.key], models)
     for i, (key, outcome) in enumerate(outcomes(jobs, Limits.of(options)), 1):
         models[key] = result_of(zoo[key], outcome)
         record["models"] = {key: models[key] for key in zoo if key in models}
-        record |= {"about": {**about(), "timm": timm.__version__}, "settings": settings(options.zero)}
+        record |= {"about": {**about(), **packages}, "settings": settings(options.zero)}
         write_json(options.out, record)
         print(f"{i:>4}/{len(jobs)}  {key:<55} {outcome.seconds:6.1f} s  {models[key]['verdict']}", flush=True)
 
