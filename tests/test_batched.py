@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import ConvNet, assert_same, gradients, images, layer_by_layer, spread_gates_
 from torch import nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import narrowgate as ng
@@ -74,6 +75,41 @@ def test_a_weight_that_the_forward_normalises(replaces):
     alone = layer_by_layer(model)
     x = torch.randn(3, 6)
     assert_same(model(x), alone(x))
+
+
+@pytest.mark.parametrize("by", ["replaced", "mapped over", "closed by a hook"])
+def test_gates_that_change_during_the_forward(by):
+    """What was computed ahead is of the gates before that, and is not used."""
+
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.head(self.answer(x))
+
+        def answer(self, x):
+            return self.body(x)
+
+    model = Ensemble().double()
+    spread_gates_(ng.attach_gates_(model))
+    x, g = torch.randn(3, 6).double(), model.body[0].gate.g.detach()
+    halved, closed = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        halved.body[0].gate.g.copy_(g / 2)
+        closed.body[0].gate.g.zero_()
+    if by == "replaced":
+        expected = closed(x)
+        model.answer = lambda x: functional_call(model.body, {"0.gate.g": torch.zeros_like(g)}, (x,))
+    elif by == "mapped over":
+        expected = (halved(x) + model(x)) / 2
+        each = torch.stack([g / 2, g])
+        model.answer = lambda x: vmap(lambda g: functional_call(model.body, {"0.gate.g": g}, (x,)))(each).mean(0)
+    else:
+        expected = closed(x)
+        model.register_forward_pre_hook(lambda *_: model.body[0].gate.close_(torch.ones(8, dtype=torch.bool)))
+    assert torch.allclose(model(x), expected, rtol=1e-12)
 
 
 @batches

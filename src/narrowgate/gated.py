@@ -43,12 +43,14 @@ class GatedLayer(nn.Module):
         )
 
     def stamp(self) -> list[object]:
-        """Another one after weight or bias were overwritten, as by a model that normalises a weight in its forward.
+        """Another one after weight, bias or gates were overwritten, as by a model that normalises a weight in forward.
 
-        And in another thread: a graph that two of them share can't be gone through backwards by both.
+        Or replaced, as by ``functional_call`` on a part of the model. And in another thread: a graph that two of them
+        share can't be gone through backwards by both.
         """
-        tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
-        return [get_ident(), *((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)]
+        gates = [gate.g for gate in (self.gate, self.gate_in) if gate is not None]
+        tensors = [*(tensor for tensor in self._parameters.values() if tensor is not None), *gates]
+        return [get_ident(), *(_mark(tensor) for tensor in tensors)]
 
     def scaled(self, out: Tensor | None, into: Tensor | None) -> Effective:
         """Weight and bias times the given factors of output and input channels."""
@@ -234,6 +236,12 @@ class GatedBatchNorm2d(_GatedBatchNorm, nn.BatchNorm2d):
 
 class GatedBatchNorm3d(_GatedBatchNorm, nn.BatchNorm3d):
     plain_class = nn.BatchNorm3d
+
+
+def _mark(tensor: Tensor) -> tuple[int, int | None]:
+    """What tells a tensor and the state of its numbers; those of ``torch.func`` have no memory of their own."""
+    place = tensor.data_ptr() if type(tensor) is nn.Parameter else id(tensor)
+    return place, None if tensor.is_inference() else tensor._version
 
 
 _top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
