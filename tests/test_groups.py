@@ -7,8 +7,9 @@ import pytest
 import timm
 import torch
 from group_networks import HEADS, MLP, RESIDUAL, TRANSFORMERS, WIDTH, bert, gated, output, vit
-from helpers import assert_same, named
+from helpers import assert_same, named, spread_gates_
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import narrowgate as ng
 from narrowgate.gated import GatedLayer
@@ -358,6 +359,18 @@ class TestState:
             assert_same(output(model, x), expected)
             twin.load_state_dict(model.state_dict())
             assert_same(output(twin, x), expected)
+
+    def test_an_average_of_weights_and_buffers_keeps_the_groups(self):
+        """What an average makes of 3 may be 2.9999999, of which whole numbers would keep the 2."""
+        net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 2)).double()
+        groups = {f"{i}": [("0.weight", 0, [i]), ("0.bias", 0, [i])] for i in range(11)}
+        spread_gates_(ng.attach_gates_(net, groups=groups))
+        for decay in (0.9, 0.99, 0.999):
+            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+            for _ in range(20):
+                average.update_parameters(net)
+            x = torch.randn(4, 8).double()
+            assert_same(average(x), net(x), rtol=1e-12, atol=1e-12)
 
     def test_an_ordinary_checkpoint_loads_and_a_plain_one_comes_out(self):
         plain = bert().double().eval()

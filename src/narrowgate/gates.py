@@ -224,8 +224,9 @@ class LinearGate(Gate):
 class GroupGate(Gate):
     """One layer's view of a gate whose numbers serve groups of rows or columns, here and in other layers.
 
-    ``g`` says which number each row or column is multiplied by; it is a buffer, and is cut with the layer. ``shared``
-    is the gate itself: a submodule of the first view, known to all.
+    ``g`` says which number each row or column is multiplied by; it is a buffer, and is cut with the layer. It is in
+    floating point, since an average of weights may average buffers too: of whole numbers it would cut off 2.9999 to 2.
+    ``shared`` is the gate itself: a submodule of the first view, known to all.
     """
 
     def __init__(self, label: str, shared: Gate, numbers: list[int], *, owns: bool) -> None:
@@ -236,11 +237,16 @@ class GroupGate(Gate):
         else:
             self.__dict__["shared"] = shared
         self._numbers = tuple(numbers)
-        self.register_buffer("g", torch.tensor(numbers, device=shared.g.device))
+        self.register_buffer("g", torch.tensor(numbers, dtype=torch.float32, device=shared.g.device))
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         return self.shared.kind
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each row's or column's group, -1 for one that is in none."""
+        return self.g.round().long()
 
     def value(self) -> Tensor:
         return self._spread(self.shared.value())
@@ -253,9 +259,9 @@ class GroupGate(Gate):
         return empty.copy_(torch.tensor(self._numbers)) if len(empty) == len(self._numbers) else empty
 
     def _spread(self, values: Tensor) -> Tensor:
-        """A factor for each row or column: its group's, and 1 for one that is in no group (number -1)."""
+        """A factor for each row or column: its group's, and 1 for one that is in no group."""
         values = values.to(self.g.device)
-        return torch.cat([values, values.new_ones(1)])[self.g]
+        return torch.cat([values, values.new_ones(1)])[self.numbers]
 
 
 def _in_enough_digits(new: Tensor, old: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def _close_removed_groups_(model: nn.Module, optimizers: list[torch.optim.Optimi
     left: dict[Gate, set[int]] = {}
     for module in model.modules():
         if isinstance(module, GroupGate) and not module.g.is_meta:
-            left.setdefault(module.shared, set()).update(module.g.tolist())
+            left.setdefault(module.shared, set()).update(module.numbers.tolist())
     for gate, numbers in left.items():
         gone = torch.tensor([number not in numbers for number in range(gate.size)], device=gate.g.device)
         gate.close_(gone)
