@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from flow_helpers import Net, close_, count, image, kept, prepare_, settle_, shrink, shrink_all
+from helpers import assert_same
 from torch import nn
 from torch.nn import functional as F
 
@@ -448,3 +449,17 @@ def test_with_blocks_in_a_forward_are_no_walls(body, layout):
         x = image()
         torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
     assert layout == "aligned" or count(small) < count(model)
+
+
+def test_a_copy_is_in_the_mode_of_its_model():
+    """torchvision's extractors are copied in training mode by PyTorch, and then norm by the batch, unseen."""
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3)).double()
+    x = image()
+    settle_(model, x)
+    close_(model[0], [1, 2])
+    extractor = extraction.create_feature_extractor(model, {"3": "out"}).eval()
+    small = ng.compact(extractor, ng.plan(extractor, x))
+    assert getattr(small, "0").out_channels == 4
+    assert not any(module.training for module in small.modules())
+    assert_same(small(x)["out"], extractor(x)["out"], atol=1e-12)

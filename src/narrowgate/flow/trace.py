@@ -201,14 +201,19 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 def copy_structure(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     """A deep copy in which some objects, by id, are replaced by others.
 
-    Every module has a dozen empty tables of hooks, and copying those is most of the work: they are made here.
+    Every module has a dozen empty tables of hooks, and copying those is most of the work: they are made here. Each copy
+    is in its module's mode: what torchvision's ``create_feature_extractor`` made is copied in training mode otherwise.
     """
     memo = dict(replaced)
     for module in model.modules():
         for value in vars(module).values():
             if type(value) in (dict, set, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in copied.named_modules():
+        module.training = modes.get(name, module.training)
+    return copied
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
