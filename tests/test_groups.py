@@ -292,6 +292,9 @@ class TestListed:
     def test_parameters_that_no_gate_can_multiply(self):
         with pytest.raises(ValueError, match="'cls_token' is of a VisionTransformer"):
             ng.attach_gates_(vit(), groups={"a": [("cls_token", 2, [0])]})
+        model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.LayerNorm([4, 3, 3]))
+        with pytest.raises(ValueError, match=r"'1.weight' is of a LayerNorm over several axes, \(4, 3, 3\)"):
+            ng.attach_gates_(model, groups={"a": [("1.weight", 0, [0]), ("1.bias", 0, [0])]})
 
     def test_shared_weights(self):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

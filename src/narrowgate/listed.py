@@ -89,6 +89,12 @@ def _owner(model: nn.Module, group: str, parameter: str) -> nn.Module:
             "PyTorch's own convolutions, linear layers, BatchNorm and LayerNorm; list those of a layer that writes or "
             "reads it"
         )
+    if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1:
+        shape = tuple(layer.normalized_shape)
+        raise ValueError(
+            f"group {group!r}: {parameter!r} is of a LayerNorm over several axes, {shape}, which a gate multiplies as "
+            "a whole only: choose it with blocks=, or list a layer that writes or reads it"
+        )
     return layer
 
 
