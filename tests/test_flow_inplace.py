@@ -505,6 +505,22 @@ def test_refusals_touch_nothing():
         ng.compact_(model, plan)
 
 
+def test_a_weight_that_was_tied_to_a_gated_one_since_is_not_cut_in_place():
+    """Each of the two layers has other channels left: there is no one cut of their weight."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    gates, x = ng.attach_gates_(model), torch.randn(4, 6, dtype=torch.float64)
+    model[2].weight = model[0].weight
+    gates["0"].close_(torch.arange(6) < 2)
+    gates["2"].close_(torch.arange(6) > 3)
+    before, plan = copy.deepcopy(model), ng.plan(model, x, training=True)
+    with pytest.raises(PlanError, match=r"0\.weight, 2\.weight are one parameter.* It can't be cut in place"):
+        ng.compact_(model, plan)
+    assert_untouched(model, before)
+    with pytest.warns(ShrinkWarning, match="are one parameter"):
+        assert ng.Shrinker(model, x, every=1).shrink(0) is None
+    ng.verify(model, ng.compact(model, plan), x)  # a copy has a weight for each
+
+
 def test_a_loss_that_is_still_alive_does_not_hold_the_old_shapes():
     model, gates = gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -107,6 +107,17 @@ class TestGates:
         with pytest.raises(ValueError, match="gate parameters of up contain NaN"):
             ng.merge_gates_(model)
 
+    def test_merging_into_a_weight_that_was_tied_since_is_refused(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        ng.attach_gates_(model, where=named("0"))
+        model[2].weight = model[0].weight
+        x = torch.randn(3, 4)
+        before = model(x)
+        for merge in (ng.merge_gates_, ng.plain_state_dict):
+            with pytest.raises(ValueError, match=r"can't be merged: 0\.weight, 2\.weight are one parameter"):
+                merge(model)
+        assert torch.equal(model(x), before)
+
     def test_printing_lists_what_was_gated_and_what_was_not(self):
         text = repr(ng.attach_gates_(ConvNet()))
         assert text.splitlines()[0] == "Gates: 28 exponential gates on 5 layers"

@@ -29,7 +29,16 @@ from narrowgate.sites import (
     may_be_kept_called,
     reader_of,
 )
-from narrowgate.swap import can_merge, check_gate_fits, check_weights, divide_by_gate_, gate_layer_, merge_layer_
+from narrowgate.swap import (
+    can_merge,
+    check_gate_fits,
+    check_weights,
+    divide_by_gate_,
+    gate_layer_,
+    merge_layer_,
+    tied_to_gated,
+    why_tied,
+)
 
 __all__ = ["KINDS", "PLACEMENTS", "Gates", "Where", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"]
 
@@ -163,6 +172,8 @@ def merge_gates_(model: nn.Module) -> nn.Module:
             "keep them, or gate a layer inside"
         )
     check_weights(gated)
+    for names in tied_to_gated(model):
+        raise ValueError(f"gates can't be merged: {why_tied(names)}")
     if gated:
         gates_of(model).values()  # raises if one is NaN
     for module in gated.values():

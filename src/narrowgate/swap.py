@@ -174,6 +174,26 @@ def check_weights(gated: Mapping[str, nn.Module]) -> None:
         )
 
 
+def tied_to_gated(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that a gated layer shares with another: they were tied after it got its gates."""
+    names: dict[int, list[str]] = {}
+    gated: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(f"{prefix}.{key}" if prefix else key)
+                gated |= {id(parameter)} if isinstance(module, GatedLayer) else set()
+    return [found for each, found in names.items() if each in gated and len(found) > 1]
+
+
+def why_tied(names: list[str]) -> str:
+    """What to say of a parameter with these names."""
+    return (
+        f"{', '.join(names)} are one parameter, which the gates of one layer multiply alone: tie weights "
+        "before attach_gates_, which leaves such layers out"
+    )
+
+
 def merge_layer_(layer: nn.Module) -> None:
     """Multiply a layer's final gate values into its weight and bias, and make it an ordinary layer again."""
     if not isinstance(layer, GatedLayer):  # a linear gate is the weight already

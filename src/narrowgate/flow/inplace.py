@@ -12,10 +12,11 @@ from torch.utils import _pytree as pytree
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.surgery import check_fits, cut, edited_tensors, format_of, tensors_of
+from narrowgate.flow.surgery import PlanError, check_fits, cut, edited_tensors, format_of, tensors_of
 from narrowgate.flow.ungated import ungated
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate, GroupGate
+from narrowgate.swap import tied_to_gated, why_tied
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: one, several that share its parameters, or unknown."""
@@ -44,6 +45,7 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> n
         _check_state(model, cuts, each)
         _check_new_biases(model, plan, each)
     edited = _without_gates(model, edited_tensors(ungated(model), plan))
+    _check_ties(model, cuts, edited)
     done: set[int] = set()
     for name, tensor in tensors_of(model).items():
         if id(tensor) in done or not (name in cuts or name in edited):
@@ -87,6 +89,13 @@ def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} steps another optimizer, {type(inner).__name__}, whose state would not be "
                 f"cut along: hand over that one, optimizer.{key}"
             )
+
+
+def _check_ties(model: nn.Module, cuts: dict[str, Cut], edited: dict[str, Tensor]) -> None:
+    """Refuse a weight of which a gated layer and another have different channels left."""
+    for names in tied_to_gated(model):
+        if any(name in edited or cuts.get(name) != cuts.get(names[0]) for name in names):
+            raise PlanError(f"{why_tied(names)}. It can't be cut in place")
 
 
 def _check_state(model: nn.Module, cuts: dict[str, Cut], optimizer: torch.optim.Optimizer) -> None:

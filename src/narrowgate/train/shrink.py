@@ -29,6 +29,7 @@ from narrowgate.flow.inplace import (
 )
 from narrowgate.flow.plan import Plan, check_choices, plan
 from narrowgate.flow.replay import ReplayError
+from narrowgate.flow.surgery import PlanError
 from narrowgate.flow.trace import ExampleInputs, TraceError
 from narrowgate.gateset import Gates, gates_of
 from narrowgate.weights import uncompiled
@@ -133,7 +134,7 @@ class Shrinker:
             return None
         try:
             compact_(self.model, made, optimizer=self.optimizer)
-        except OptimizerError as error:  # what it keeps shows only when it has stepped: too late to end a run
+        except (OptimizerError, PlanError) as error:  # an optimizer's state shows when it has stepped: too late to end
             _warn(f"{error}, or remove at the end with ng.compact")
             return None
         self._plan = made if self._plan is None else compose(self._plan, made)
