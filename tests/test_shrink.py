@@ -253,6 +253,25 @@ def test_mode_random_numbers_and_gradients_are_given_back():
         assert torch.equal(model.get_parameter(name).grad, grad)
 
 
+def test_a_default_device_that_is_not_the_models():
+    """As after torch.set_default_device("cuda"), which what is computed on the CPU must not follow."""
+    model, gates = gated()
+    gates["bn3"].g.requires_grad_(False)
+    x = image()
+    with torch.device("meta"):
+        penalty = ng.Penalty(gates, "l1", 1e-4, relative=True)
+        penalty().backward()
+        penalty.proximal_(0.01)
+        budget = ng.Budget("params: 60%", model, x, penalty, epochs=1)
+        budget.step(0)
+        shrinker = Shrinker(model, x)
+        assert shrinker.shrink(0) is not None and budget.left <= 0.6
+        last = ng.plan(model, x)
+        small = ng.compact(model, last)
+        ng.verify(model, small, x)
+    assert {tensor.device.type for tensor in (*small.parameters(), *model.parameters())} == {"cpu"}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_formats_stay(device):
     model, gates = gated()

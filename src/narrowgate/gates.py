@@ -256,7 +256,9 @@ class GroupGate(Gate):
 
     def _started(self, empty: Tensor) -> Tensor:
         # After a cut only a checkpoint of the cut model fits, and it has them.
-        return empty.copy_(torch.tensor(self._numbers)) if len(empty) == len(self._numbers) else empty
+        return (
+            empty.copy_(torch.tensor(self._numbers, device=empty.device)) if len(empty) == len(self._numbers) else empty
+        )
 
     def _spread(self, values: Tensor) -> Tensor:
         """A factor for each row or column: its group's, and 1 for one that is in no group."""

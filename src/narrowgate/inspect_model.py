@@ -186,7 +186,7 @@ def _trial(model: nn.Module, example_inputs: ExampleInputs, gated: list[Mixer], 
         roots = root[mixer.output.labels].tolist()
         for i, one in enumerate(dict.fromkeys(roots)):
             dead.setdefault(one, i % 2 == 1)
-        rows = torch.tensor([i for i, one in enumerate(roots) if dead[one]], dtype=torch.long)
+        rows = torch.tensor([i for i, one in enumerate(roots) if dead[one]], dtype=torch.long, device="cpu")
         for name, axis in ((mixer.weight, mixer.out_axis), (mixer.bias, 0)):
             if name in tensors:
                 tensors[name].index_fill_(axis, rows.to(tensors[name].device), 0.0)

@@ -121,8 +121,8 @@ class Penalty:
         flat = self.gates.flat()
         shrunk = self.shrunk(flat, lr)
         if not all(gate.learns for gate in self.gates.modules()):
-            learns = [torch.full((gate.size,), gate.learns) for gate in self.gates.modules()]
-            shrunk = torch.where(torch.cat(learns).to(flat.device), shrunk, flat)
+            learns = [torch.full((gate.size,), gate.learns, device=flat.device) for gate in self.gates.modules()]
+            shrunk = torch.where(torch.cat(learns), shrunk, flat)
         self.gates.assign_(shrunk)
 
     @torch.no_grad()
@@ -192,8 +192,8 @@ class Penalty:
         """The layer of each single gate; made anew when gates were cut."""
         if self._layers is None or self._layers.device != like.device or len(self._layers) != len(like):
             with torch.inference_mode(False):
-                sizes = torch.tensor(self._sizes())
-                self._layers = torch.arange(len(sizes)).repeat_interleave(sizes).to(like.device)
+                sizes = torch.tensor(self._sizes(), device="cpu")
+                self._layers = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes).to(like.device)
         return self._layers
 
     def _scalars(self, like: Tensor) -> tuple[Tensor, Tensor]:

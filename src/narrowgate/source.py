@@ -57,7 +57,7 @@ class Source:
 
     def example(self, batch: int = 2) -> Tensor:
         """Random images, always the same, in the numbers that the network computes with."""
-        images = torch.randn((batch, *self.image_shape), generator=torch.Generator().manual_seed(0))
+        images = torch.randn((batch, *self.image_shape), generator=torch.Generator().manual_seed(0), device="cpu")
         dtypes = (each.dtype for each in self.network.parameters() if each.is_floating_point())
         return images.to(next(dtypes, images.dtype))
 

@@ -166,7 +166,7 @@ class _Layers:
         edit = self.edits.get(name)
         if edit is not None and edit.new_bias and name == f"{edit.layer}.bias" and edit.weight in self.plan.cuts:
             rows = self.plan.cuts[edit.weight].keep.get(1 if edit.transposed else 0)
-            return tensor if rows is None else tensor[torch.tensor(rows)]
+            return tensor if rows is None else tensor[torch.tensor(rows, device=tensor.device)]
         return tensor
 
 

@@ -142,7 +142,7 @@ def _replace_(tensor: Tensor, values: Tensor, how: Cut | None, optimizers: list[
     shape, grad = tensor.shape, tensor.grad
     new = _like(values if how is None else cut(values, how), tensor)
     # A change of dtype makes autograd forget the old shape, which a loss that is still alive would hold it to.
-    tensor.data = torch.empty(0, dtype=torch.float64 if tensor.dtype == torch.float32 else torch.float32)
+    tensor.data = new.new_empty(0, dtype=torch.float64 if tensor.dtype == torch.float32 else torch.float32)
     tensor.data = new
     tensor.grad = grad if grad is None or how is None else _like(cut(grad, how), grad)
     if how is None:

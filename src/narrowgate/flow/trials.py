@@ -47,7 +47,8 @@ def _drawn(given: Inputs, generator: torch.Generator, batch: int, grown: tuple[i
         if not isinstance(leaf, Tensor):
             return leaf
         shape = [_larger(size) if axis in grown else size for axis, size in enumerate(leaf.shape)]
-        return torch.randn([batch, *shape[1:]], generator=generator, dtype=torch.float64).to(leaf)
+        drawn = torch.randn([batch, *shape[1:]], generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.to(leaf)
 
     drawn: Inputs = pytree.tree_map(draw, given)
     return drawn

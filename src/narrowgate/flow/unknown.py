@@ -155,12 +155,12 @@ def fake_tensors(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[int, An
 def _nothing(like: Tensor, rows: Mask | None, columns: Mask | None) -> Tensor:
     """NaN, zero where closed, of a tensor's shape; expanded, so that it takes no memory where nothing is closed."""
     if like.dim() < 2:
-        vector = torch.full(like.shape, float("nan"), dtype=like.dtype)
+        vector = torch.full(like.shape, float("nan"), dtype=like.dtype, device="cpu")
         return vector if rows is None else vector.masked_fill(torch.from_numpy(rows), 0.0)
     shape = tuple(like.shape[:2])
-    closed = torch.zeros(1, 1, dtype=torch.bool)
+    closed = torch.zeros(1, 1, dtype=torch.bool, device="cpu")
     for axis, mask in enumerate((rows, columns)):
         if mask is not None and mask.any() and len(mask) == shape[axis]:
             closed = closed | torch.from_numpy(mask).unsqueeze(1 - axis)
-    parts = torch.full(closed.shape, float("nan"), dtype=like.dtype).masked_fill(closed, 0.0)
+    parts = torch.full_like(closed, float("nan"), dtype=like.dtype).masked_fill(closed, 0.0)
     return parts.reshape(*closed.shape, *[1] * (like.dim() - 2)).expand(like.shape)

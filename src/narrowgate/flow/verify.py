@@ -276,7 +276,7 @@ def _round_elsewhere_(model: nn.Module, names: Sequence[str], half: torch.dtype)
     generator = torch.Generator().manual_seed(0)
     for name in names:
         parameter = model.get_parameter(name)
-        step = torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(torch.finfo(half).eps)
+        step = torch.rand(parameter.shape, generator=generator, device="cpu").sub_(0.5).mul_(torch.finfo(half).eps)
         parameter.mul_(1 + step.to(parameter.device))
 
 

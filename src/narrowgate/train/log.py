@@ -124,7 +124,7 @@ def snapshot(epoch: int, gates: Gates) -> str:
 
     The first bin has everything open below the second edge, the last one everything from the last edge on.
     """
-    edges = torch.tensor(_EDGES[1:])
+    edges = torch.tensor(_EDGES[1:], device="cpu")
     layers = {}
     for name, value in gates.values().items():
         value = value.flatten().float().cpu()

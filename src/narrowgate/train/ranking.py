@@ -35,7 +35,7 @@ class Ranking:
         sizes, keys, spared, shut = [], [], [], []
         for gate, numbers in zip(gates, before, strict=True):
             now = gate.g.detach().flatten().double().cpu()
-            past = torch.tensor(numbers, dtype=torch.float64)
+            past = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             past = past if len(past) == len(now) else now  # it was cut in between
             closed = (gate.final_value() <= threshold).flatten().cpu()
             size = _size(gate, now).masked_fill(closed, 0.0)
@@ -69,12 +69,12 @@ class Ranking:
         """Let the gate at this place of the order be the last that may close."""
         order = self.order.tolist()
         order.insert(self.most - 1, order.pop(place))
-        self.order = torch.tensor(order)
+        self.order = torch.tensor(order, device="cpu")
 
     @torch.no_grad()
     def close_(self, count: int) -> None:
         """Close this many of the smallest and open all others."""
-        closing = torch.zeros(self.count, dtype=torch.bool)
+        closing = torch.zeros(self.count, dtype=torch.bool, device="cpu")
         closing[self.order[:count]] = True
         sizes = [len(g) for g in self.open]
         for gate, mask, open_ in zip(self.gates, torch.split(closing, sizes), self.open, strict=True):
@@ -84,7 +84,7 @@ class Ranking:
 
 def _largest(key: Tensor, count: int) -> Tensor:
     """Which of a layer's keys are among this many of the largest, those at 0 left out."""
-    chosen = torch.zeros(len(key), dtype=torch.bool)
+    chosen = torch.zeros_like(key, dtype=torch.bool)
     chosen[torch.argsort(key, descending=True, stable=True)[:count]] = True
     return chosen & (key > 0)
 
