@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgate.flow import Plan
+from narrowgate.flow.trace import buffers_kept
 from narrowgate.train.feed import Place
+from narrowgate.train.shrink import random_numbers_kept
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -28,9 +30,20 @@ class Team:
             tensor = self.fabric.all_reduce(tensor, reduce_op="sum")  # type: ignore[assignment]
         return tensor
 
-    def wrapped(self, model: nn.Module) -> Any:
-        """The model with its gradients averaged over all processes; wrap it anew after a cut."""
-        return self.fabric.setup_module(model)
+    def wrapped(self, model: nn.Module, example: Tensor) -> Any:
+        """The model with its gradients averaged over all processes; wrap it anew after a cut.
+
+        Parameters that get no gradient, such as those of a branch whose last layer hands out constants, are left as
+        they are: the wrapper would wait for them.
+        """
+        unread = _without_gradient(model, example)
+        for parameter in unread:
+            parameter.requires_grad_(False)
+        try:
+            return self.fabric.setup_module(model)
+        finally:
+            for parameter in unread:
+                parameter.requires_grad_(True)
 
     def agree(self, mine: Plan) -> Plan:
         """The first process's plan, on all."""
@@ -46,3 +59,12 @@ class Team:
         """Stop where a process has come to another result than the first."""
         if self.place.world > 1 and self.fabric.broadcast(mine) != mine:
             raise RuntimeError(f"process {self.place.rank} {what} than process 0")
+
+
+def _without_gradient(model: nn.Module, example: Tensor) -> list[Tensor]:
+    """The parameters that train and that the output does not depend on, in the model's present mode."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with random_numbers_kept(model), buffers_kept(model.modules()):
+        output = model(torch.cat([example, example]))  # one image may have no statistics
+        found = torch.autograd.grad(output.sum(), learning, allow_unused=True)
+    return [parameter for parameter, gradient in zip(learning, found, strict=True) if gradient is None]

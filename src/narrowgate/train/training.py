@@ -190,7 +190,7 @@ class Training:
         elif recipe.train.compile:
             self.show.notice("train.compile is for one process: steps run as they are")
         if self.place.world > 1:
-            forward = self.team.wrapped(forward)
+            forward = self.team.wrapped(forward, self.example)
         step = Step(
             forward,
             parts.optimizer,
