@@ -143,6 +143,19 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch, images):
     assert train(LENET, folder, images, "train.epochs=1", resume=True).accuracy == result.accuracy
 
 
+def test_a_run_whose_recipe_was_lost_goes_on_with_no_other(tmp_path, monkeypatch, images):
+    folder, settings = tmp_path / "run", ("train.epochs=2",)
+    train(LENET, tmp_path / "whole", images, *settings)
+    train_until(monkeypatch, 1, LENET, folder, images, *settings)
+    (folder / "recipe.toml").unlink()
+    with pytest.raises(FileExistsError, match="holds a run: go on with --resume"):
+        train(LENET, folder, images, *settings)
+    with pytest.raises(RecipeError, match=r"epoch-000001 is not .* \(optimizer.lr is 0.002 there and 0.5 here"):
+        train(LENET, folder, images, *settings, "optimizer.lr=0.5", resume=True)
+    train(LENET, folder, images, *settings, resume=True)
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
 def test_a_finished_run_whose_small_network_was_lost_ends_once_more(tmp_path, images):
     train(LENET, tmp_path / "run", images, "train.epochs=1")
     before = outcome(tmp_path / "run")

@@ -177,22 +177,38 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 def _finished(folder: Path, recipe: Recipe, resume: bool) -> Result | None:
     """Check that a folder is fit for this run; a finished run's result if there is one."""
-    kept = folder / RECIPE
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file: choose a folder with --out")
-    if kept.exists() and not resume:
+    if not resume and _holds_run(folder):
         raise FileExistsError(f"{folder} holds a run: go on with --resume, or choose another folder with --out")
-    different = Recipe.load(kept).differences(recipe) if kept.exists() else {}
+    where, kept = _recipe_in(folder)
+    different = {} if kept is None else kept.differences(recipe)
     if not (folder / RESULT).exists():  # fine-tuning has not come to its end, and begins anew
         different = {key: values for key, values in different.items() if not key.startswith("finish.finetune_")}
     if different:
         keys = ", ".join(f"{key} is {there} there and {here} here" for key, (there, here) in different.items())
-        raise RecipeError(f"{kept} is not the recipe given ({keys}): resume with that one, or choose another folder")
+        raise RecipeError(f"{where} is not the recipe given ({keys}): resume with that one, or choose another folder")
     if not resume or not (folder / RESULT).exists():
         return None
     # Without its small network, which was lost, it ends once more.
     lost = surviving_folder(folder / SMALL) is None and bool(Checkpoints(folder / CHECKPOINTS, 1).epochs())
     return None if lost else Result.load(folder)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a folder has anything that a run would go on from, or end with."""
+    files = any((folder / name).exists() for name in (RECIPE, RESULT))
+    return files or bool(Checkpoints(folder / CHECKPOINTS, 1).epochs())
+
+
+def _recipe_in(folder: Path) -> tuple[Path, Recipe | None]:
+    """The recipe of the run in a folder, and where it was found: the last checkpoint has it where its file was lost."""
+    if (folder / RECIPE).exists():
+        return folder / RECIPE, Recipe.load(folder / RECIPE)
+    saved = Checkpoints(folder / CHECKPOINTS, 1).latest()
+    if saved is None:
+        return folder, None
+    return saved.path, Recipe.from_toml(saved.meta["recipe"], source=str(saved.path))
 
 
 def _load(fabric: Fabric, recipe: Recipe, path: str | None, download: bool) -> Data | FolderData:
