@@ -13,6 +13,7 @@ from helpers import assert_same
 
 from narrowgate import models
 from narrowgate.flow import CollapseError
+from narrowgate.train import training
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import DataError, load_data
 from narrowgate.train.engine import run
@@ -102,7 +103,8 @@ def test_batches_grow_no_larger_than_the_data(tmp_path):
     assert train.printed.count("take longer steps, in which the penalty carries gates") == 1
 
 
-def test_shrinking_during_at_the_end_or_never_trains_the_same_network(tmp_path, images):
+def test_shrinking_during_at_the_end_or_never_trains_the_same_network(tmp_path, images, monkeypatch):
+    monkeypatch.setattr(training, "_LOOKS", 2)  # every second epoch, and the last of five
     results, networks = {}, {}
     for when in ("during", "end", "off"):
         folder = tmp_path / when
@@ -114,6 +116,10 @@ def test_shrinking_during_at_the_end_or_never_trains_the_same_network(tmp_path, 
     during, end, off = (results[when] for when in ("during", "end", "off"))
     assert during.parameters == end.parameters < 0.8 * off.parameters
     assert off.parameters == off.parameters_full and off.max_error is None
+    for when in ("end", "off"):
+        last = rows(tmp_path / when)[-1]
+        assert last["parameters"] == results[when].parameters
+        assert last["multiply_adds"] == results[when].multiply_adds
     assert during.accuracy == end.accuracy == off.accuracy
     assert end.closed == off.closed > 0.2
     assert during.closed == pytest.approx(end.closed, abs=0.01)  # a removed channel takes open gates behind it along

@@ -246,7 +246,7 @@ class Training:
         """Shrink and steer; what happened, for the log."""
         self.team.share_buffers_(self.parts.model)
         if self.shrinker is None:
-            if self.parts.gates is not None and self._is_time_to_look():
+            if self.parts.gates is not None and self._removes_more_at_its_end() and self._is_time_to_look():
                 self.left = self._left_after_removal()
             return ""
         event = ""
@@ -270,9 +270,7 @@ class Training:
             if self.batch != before:
                 event += f", batches of {self.batch}"
                 self._tell_of_longer_steps()
-        # What goes at the end only: everything, or what takes index operations.
-        more_at_the_end = self.recipe.shrink.when != "during" or self.recipe.shrink.layout == "scatter"
-        if more_at_the_end and (shrunk is not None or self._is_time_to_look()):
+        if self._removes_more_at_its_end() and (shrunk is not None or self._is_time_to_look()):
             self.left = self._left_after_removal()
         return event
 
@@ -282,8 +280,14 @@ class Training:
             if notice:
                 self.show.notice(notice)
 
+    def _removes_more_at_its_end(self) -> bool:
+        """Whether everything goes at the end only, or what takes index operations."""
+        part = self.recipe.shrink
+        return part.when == "end" or (part.when == "during" and part.layout == "scatter")
+
     def _is_time_to_look(self) -> bool:
-        return (self.epoch + 1) % max(1, self.recipe.train.epochs // _LOOKS) == 0
+        done, epochs = self.epoch + 1, self.recipe.train.epochs
+        return done % max(1, epochs // _LOOKS) == 0 or done == epochs
 
     def _left_after_removal(self) -> Size:
         """What removing the closed channels now would leave; as before where that can't be told."""
