@@ -1,7 +1,9 @@
 """The logs of a run: valid JSON whatever the numbers are, and one line an epoch however often it was killed."""
 
 import dataclasses
+import errno
 import json
+import os
 import subprocess
 import sys
 from math import inf, nan
@@ -56,6 +58,23 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match="No space left") as caught:
         log.epoch(row(), None)
     assert caught.value.filename == str(tmp_path / "metrics.jsonl")
+    log.close()
+
+
+@pytest.mark.parametrize("full", ["add_scalar", "close"])
+def test_a_full_disk_is_named_for_tensorboard_too(tmp_path, monkeypatch, full):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+
+    def no_space(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = RunLog(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorboard.SummaryWriter, full, no_space)
+        with pytest.raises(OSError, match="No space left") as caught:
+            log.epoch(row(), None)
+            log.close()
+    assert caught.value.filename == str(tmp_path / "tensorboard")
     log.close()
 
 

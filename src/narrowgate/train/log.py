@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -71,9 +72,10 @@ class RunLog:
         if self._tensorboard and self._writer is None:
             self._writer = self._open_writer()
         if self._writer is not None:
-            _add_scalars(self._writer, row)
-            if gates is not None and _is_time(row, max(1, row.epochs // _HISTOGRAMS)):
-                _add_histograms(self._writer, row.epoch, gates)
+            with _named(self.folder / TENSORBOARD):
+                _add_scalars(self._writer, row)
+                if gates is not None and _is_time(row, max(1, row.epochs // _HISTOGRAMS)):
+                    _add_histograms(self._writer, row.epoch, gates)
 
     def rewind(self, epoch: int) -> None:
         """Drop everything after an epoch, for a run that goes on from there; 0 drops all."""
@@ -89,19 +91,21 @@ class RunLog:
         """Close the files; another epoch opens them again."""
         for file in self._files.values():
             file.close()
-        if self._writer is not None:
-            self._writer.close()
+        writer = self._writer
         self._files, self._writer = {}, None
+        if writer is not None:
+            with _named(self.folder / TENSORBOARD):
+                writer.close()
 
     def _append(self, name: str, line: str) -> None:
         if name not in self._files:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._files[name] = (self.folder / name).open("a", encoding="utf-8")
         try:
-            self._files[name].write(line + "\n")
-            self._files[name].flush()
-        except OSError as error:  # of a full disk the system does not say which file it is
-            error.filename = str(self.folder / name)
+            with _named(self.folder / name):
+                self._files[name].write(line + "\n")
+                self._files[name].flush()
+        except OSError:
             with contextlib.suppress(OSError):  # closing tries to write again
                 self._files.pop(name).close()
             raise
@@ -117,6 +121,16 @@ class RunLog:
             return None
         # TensorBoard then forgets what a killed run wrote of these steps.
         return SummaryWriter(str(self.folder / TENSORBOARD), purge_step=self._first_step)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Of a full disk the system does not say which file it is."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def snapshot(epoch: int, gates: Gates) -> str:
