@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgate.train.feed import Place
 from narrowgate.train.team import Team
+from narrowgate.train.watch import TrainingError
 
 
 @pytest.fixture
@@ -19,6 +20,24 @@ def team(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield Team(SimpleNamespace(setup_module=DistributedDataParallel), Place(torch.device("cpu")))
     dist.destroy_process_group()
+
+
+def test_what_the_first_process_can_not_write_ends_all_of_them():
+    sent = []
+
+    def team_at(rank, broadcast):
+        return Team(SimpleNamespace(broadcast=broadcast), Place(torch.device("cpu"), rank, 2))
+
+    with team_at(0, sent.append).first_alone():
+        pass
+    with pytest.raises(OSError, match="disk full"), team_at(0, sent.append).first_alone():
+        raise OSError("disk full")
+    assert sent == [None, "disk full"]
+    with team_at(1, lambda mine: None).first_alone():
+        pass
+    second = team_at(1, lambda mine: "disk full")
+    with pytest.raises(TrainingError, match="first process can't go on: disk full"), second.first_alone():
+        pass
 
 
 class Constant(nn.Module):

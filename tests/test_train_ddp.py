@@ -125,7 +125,11 @@ def test_two_killed_processes_go_on(tmp_path, arguments, alone):
 
 
 def test_of_two_processes_one_says_what_is_wrong_and_none_waits(tmp_path, arguments, alone):
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "checkpoints").touch()
     for wrong, message in (
+        (("--out", blocked), "can't write the checkpoint"),
         (("--data", tmp_path / "none.npz", "--out", tmp_path / "run"), "none.npz does not exist"),
         (("--out", alone), "holds a run"),
     ):

@@ -66,14 +66,17 @@ def run(
     with _numerics(recipe, place.device), show, ExitStack() as held:
         training = Training(recipe, folder, data, place, fabric, show)
         fabric.barrier()  # every process has looked at the folder before the first one writes there
-        if place.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(alone_in(folder))
-            replace_file(folder / RECIPE, recipe.to_toml().encode())
+        with training.team.first_alone():
+            if place.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(alone_in(folder))
+                replace_file(folder / RECIPE, recipe.to_toml().encode())
         try:
             checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep)
             if resume:
-                restore(training, fabric.broadcast(checkpoints.latest() if place.rank == 0 else None))
+                with training.team.first_alone():
+                    saved = checkpoints.latest() if place.rank == 0 else None
+                restore(training, fabric.broadcast(saved))
             while training.epoch < recipe.train.epochs:
                 save(training, checkpoints, training.one_epoch())
             return _finish(training, folder)
@@ -113,9 +116,10 @@ def _finish(training: Training, folder: Path) -> Result:
         image_shape=training.data.image_shape,
         teacher=None if training.teacher is None else training.teacher.about,
     )
-    if place.rank == 0:
-        save_small(pruned.small, pruned.plan, folder / SMALL)
-        result.save(folder)
+    with training.team.first_alone():
+        if place.rank == 0:
+            save_small(pruned.small, pruned.plan, folder / SMALL)
+            result.save(folder)
     training.show.summary(result, {row.layer: (row.total, row.kept) for row in pruned.plan.rows}, folder)
     return result
 

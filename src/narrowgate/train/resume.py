@@ -20,12 +20,15 @@ def save(training: Training, checkpoints: Checkpoints, row: EpochRow) -> None:
     better = part.best and row.accuracy is not None and row.accuracy > training.best
     if better and row.accuracy is not None:
         training.best = row.accuracy
-    if training.place.rank == 0 and (due or better):
-        tensors, meta = _pack(training)
-        if better:
-            checkpoints.save_best(training.epoch, tensors, meta)
-        if due:
-            checkpoints.save(training.epoch, tensors, meta)
+    if not (due or better):
+        return
+    with training.team.first_alone():
+        if training.place.rank == 0:
+            tensors, meta = _pack(training)
+            if better:
+                checkpoints.save_best(training.epoch, tensors, meta)
+            if due:
+                checkpoints.save(training.epoch, tensors, meta)
 
 
 def restore(training: Training, saved: Saved | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from narrowgate.flow import Plan
 from narrowgate.flow.trace import buffers_kept
 from narrowgate.train.feed import Place
 from narrowgate.train.shrink import random_numbers_kept
+from narrowgate.train.watch import TrainingError
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -23,6 +26,22 @@ class Team:
 
     fabric: Fabric
     place: Place
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """What only the first process does, such as writing: if it can't, all end, and none waits in vain."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        told = None
+        if self.place.world > 1:
+            told = self.fabric.broadcast(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise TrainingError(f"the first process can't go on: {told}")
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes."""

@@ -234,8 +234,9 @@ class Training:
 
     def rewind_log(self) -> None:
         """Drop what the log holds of epochs that will run again."""
-        if self._log is not None:
-            self._log.rewind(self.epoch)
+        with self.team.first_alone():
+            if self._log is not None:
+                self._log.rewind(self.epoch)
 
     def close(self) -> None:
         """Close the logs."""
@@ -317,8 +318,9 @@ class Training:
         for notice in notices:
             self.show.notice(notice)
         self.show.epoch(row)
-        if self._log is not None:
-            self._log.epoch(row, gates)
+        with self.team.first_alone():
+            if self._log is not None:
+                self._log.epoch(row, gates)
 
     def _no_graph(self) -> str:
         """Why a step can't be a CUDA graph here; empty if it can."""
