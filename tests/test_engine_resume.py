@@ -156,6 +156,18 @@ def test_a_run_whose_recipe_was_lost_goes_on_with_no_other(tmp_path, monkeypatch
     assert outcome(folder) == outcome(tmp_path / "whole")
 
 
+def test_what_killed_processes_left_half_written_is_removed(tmp_path, monkeypatch, images):
+    folder, settings = tmp_path / "run", ("train.epochs=2",)
+    train_until(monkeypatch, 1, LENET, folder, images, *settings)
+    clean = {path.name for path in folder.iterdir()}
+    (folder / ".metrics.jsonl.0123abcd.new").touch()
+    (folder / ".small.89abcdef.new").mkdir()
+    (folder / ".small.89abcdef.new" / "model.safetensors").touch()
+    (folder / ".notes.0123abcd.new").touch()  # somebody's own
+    train(LENET, folder, images, *settings, resume=True)
+    assert {path.name for path in folder.iterdir()} == clean | {"small", "result.json", ".notes.0123abcd.new"}
+
+
 def test_a_finished_run_whose_small_network_was_lost_ends_once_more(tmp_path, images):
     train(LENET, tmp_path / "run", images, "train.epochs=1")
     before = outcome(tmp_path / "run")

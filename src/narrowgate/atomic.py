@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -52,6 +52,17 @@ def replace_file(target: Path, content: bytes) -> None:
         if isinstance(error, OSError):  # the system names the new file, and of a full disk none
             error.filename = str(target)
         raise
+
+
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Remove what killed processes left beside these files and folders; nobody may be writing there."""
+    for name in names:
+        for path in folder.glob(f".{name}.{'[0-9a-f]' * 8}.new"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def surviving_folder(target: Path) -> Path | None:

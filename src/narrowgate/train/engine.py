@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from narrowgate.atomic import replace_file, surviving_folder
+from narrowgate.atomic import remove_leftovers, replace_file, surviving_folder
 from narrowgate.storage import save as save_small
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
@@ -23,7 +23,7 @@ from narrowgate.train.finish import Result
 from narrowgate.train.lock import alone_in
 from narrowgate.train.recipe import Recipe, RecipeError
 from narrowgate.train.resume import restore, save
-from narrowgate.train.run_folder import CHECKPOINTS, RECIPE, RESULT, SMALL
+from narrowgate.train.run_folder import CHECKPOINTS, GATES, METRICS, RECIPE, RESULT, SMALL
 from narrowgate.train.setup import Parts, make_optimizer
 from narrowgate.train.show import Show
 from narrowgate.train.training import Size, Training
@@ -70,6 +70,7 @@ def run(
             if place.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(alone_in(folder))
+                remove_leftovers(folder, (RECIPE, METRICS, GATES, SMALL, RESULT))
                 replace_file(folder / RECIPE, recipe.to_toml().encode())
         try:
             checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep)
