@@ -205,6 +205,19 @@ def test_no_tensorboard_is_said_once(tmp_path, monkeypatch):
     assert len(lines(tmp_path)) == 2 and not (tmp_path / "tensorboard").exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no bytes of another locale in the names of files")
+def test_a_folder_that_tensorboard_would_write_elsewhere_is_said_once(tmp_path):
+    folder = tmp_path / "run\udcc3\udcbc"  # two bytes that Python's encoding of file names lacks, as with LC_ALL=C
+    log = RunLog(folder)
+    with pytest.warns(
+        UserWarning, match=r"TensorBoard can't write to a path .* only metrics\.jsonl is written"
+    ) as caught:
+        for epoch in (1, 2):
+            log.epoch(row(epoch), gates_at(1.0))
+    log.close()
+    assert len(caught) == 1 and len(lines(folder)) == 2 and not (folder / "tensorboard").exists()
+
+
 def test_importing_the_log_does_not_import_tensorboard():
     program = "import sys, narrowgate.train.log; sys.exit('tensorboard' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

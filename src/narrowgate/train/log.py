@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -119,8 +120,17 @@ class RunLog:
                 f"tensorboard is not installed: only {METRICS} is written; pip install tensorboard", stacklevel=3
             )
             return None
+        place = str(self.folder / TENSORBOARD)
+        if os.fsencode(place) != place.encode("utf-8", errors="replace"):  # as which it would write, elsewhere
+            self._tensorboard = False
+            warnings.warn(
+                f"TensorBoard can't write to a path with letters like those of {self.folder.name!r} in this locale: "
+                f"only {METRICS} is written; set LC_ALL=C.UTF-8, or name the folder in plain letters",
+                stacklevel=3,
+            )
+            return None
         # TensorBoard then forgets what a killed run wrote of these steps.
-        return SummaryWriter(str(self.folder / TENSORBOARD), purge_step=self._first_step)
+        return SummaryWriter(place, purge_step=self._first_step)
 
 
 @contextlib.contextmanager
