@@ -176,6 +176,18 @@ def meta():
 """
 
 
+def test_what_a_function_or_its_module_raises_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "failing_networks.py").write_text("def make():\n    import torch\n    return torch.zeros(-1)\n")
+    (tmp_path / "failing_module.py").write_text("x = 1\nx / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        SourceError, match=r"failing_networks:make failed: RuntimeError: .*failing_networks\.py, line 3\)"
+    ):
+        open_source("failing_networks:make", image_shape=(1, 28, 28))
+    with pytest.raises(SourceError, match=r"can't be imported: ZeroDivisionError: .*failing_module\.py, line 2\)"):
+        open_source("failing_module:make", image_shape=(1, 28, 28))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -214,6 +215,8 @@ def _imported(name: str) -> Callable[[], nn.Module]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise SourceError(f"{name} can't be imported: {error}") from error
+    except Exception as error:  # of the module's own code
+        raise SourceError(f"{name} can't be imported: {_told(error)}") from error
     finally:
         sys.path.pop(0)
     if not callable(function) or isinstance(function, nn.Module):
@@ -233,8 +236,19 @@ def _check_no_arguments(name: str, function: Callable[..., Any]) -> None:
         pass
 
 
+def _told(error: Exception, function: Callable[[], Any] | None = None) -> str:
+    """An error and where it came from: the last line that led to it, in the function's own file if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    frame = [frame for frame in frames if frame.filename == file][-1:] or frames[-1:]
+    return f"{type(error).__name__}: {error} ({frame[0].filename}, line {frame[0].lineno})"
+
+
 def _made_by(name: str, function: Callable[[], Any]) -> nn.Module:
-    model = function()
+    try:
+        model = function()
+    except Exception as error:
+        raise SourceError(f"{name} failed: {_told(error, function)}") from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"{name} returned a {type(model).__name__}; it must return the network, an nn.Module")
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
