@@ -91,6 +91,15 @@ def test_what_cannot_be_swept_is_refused_in_words(over, samples, says):
         trials(*over, samples=samples, draw=lambda axis: itertools.cycle([1]))
 
 
+def test_a_sweep_that_ended_before_its_first_trial_makes_way(tmp_path):
+    begin(tmp_path, swept(), resume=False)
+    other = swept(over=("seed=0,2",))
+    assert begin(tmp_path, other, resume=False) == other == Swept.load(tmp_path)
+    (tmp_path / other.trials[0].name).mkdir()  # the negative control
+    with pytest.raises(SweepError, match="holds a sweep"):
+        begin(tmp_path, swept(), resume=False)
+
+
 def swept(over=("seed=0,1",), samples=0, settings=(), points=None):
     found = points or trials(*over)
     return Swept(Recipe.from_toml(LENET, settings).to_toml(), tuple(over), samples, tuple(found))
@@ -100,6 +109,7 @@ def test_a_sweep_goes_on_only_with_its_own_settings(tmp_path):
     folder = tmp_path / "sweep"
     first = swept()
     assert begin(folder, first, resume=True) == first
+    (folder / first.trials[0].name).mkdir()
     with pytest.raises(SweepError, match="holds a sweep: go on with --resume"):
         begin(folder, first, resume=False)
     other = swept(points=[Trial("seed=7", ("train.seed=7",))])

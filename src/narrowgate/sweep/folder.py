@@ -58,12 +58,12 @@ class Swept:
 def begin(folder: Path, swept: Swept, resume: bool) -> Swept:
     """Make the folder, or see that it is of the same sweep; that sweep, with the points drawn when it began."""
     check_is_ours(folder)
-    if not (folder / SWEEP).exists():
+    kept = Swept.load(folder) if (folder / SWEEP).exists() else None
+    if kept is None or not any((folder / trial.name).exists() for trial in kept.trials):  # or it ended before the first
         swept.save(folder)
         return swept
     if not resume:
         raise SweepError(f"{folder} holds a sweep: go on with --resume, or choose another folder with --out")
-    kept = Swept.load(folder)
     differences = list(_differences(kept, swept))
     if differences:
         raise SweepError(
