@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from narrowgate import cli
 from narrowgate.reproduce import cifar, imagenet, mnist, paper
-from narrowgate.reproduce.page import sections, with_tables, write_page
+from narrowgate.reproduce.page import check_page, sections, with_tables, write_page
 from narrowgate.reproduce.paper import Kind
 from narrowgate.reproduce.record import RecordError, collect, command, write_record
 from narrowgate.reproduce.runs import Run, groups, kind_of, load_runs, mean_and_spread
@@ -374,6 +374,11 @@ def test_a_new_result_makes_the_page_stale(tmp_path):
 def test_a_page_without_markers_is_left_alone(tmp_path):
     with pytest.raises(RecordError, match="0 places for 'mnist'"):
         with_tables("text", sections(RESULTS))
+    (tmp_path / "page.md").write_text("text")
+    with pytest.raises(RecordError, match=r"page\.md: .*it needs one: the lines <!-- mnist: begin --> and"):
+        check_page(tmp_path / "page.md")
+    with pytest.raises(RecordError, match=r"there is no page .*README\.md"):
+        check_page(tmp_path / "README.md")
     with pytest.raises(RecordError, match="there is no folder"):
         sections(tmp_path / "nowhere")
 

@@ -83,6 +83,10 @@ def add_reproduction(app: "typer.Typer") -> None:
             raise typer.BadParameter("say which folder the figures go to, such as --out figures", param_hint="--out")
         if out is not None and what not in ("figures", "all"):
             raise typer.BadParameter(f"the figures are drawn by figures or all, not {what}", param_hint="--out")
+        if write is not None:  # now, not after the training
+            from narrowgate.reproduce.page import check_page
+
+            check_page(write)
         failed = []
         if train:
             if what not in _TRAINED:

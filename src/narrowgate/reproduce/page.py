@@ -17,7 +17,10 @@ SECTIONS = ("mnist", "cifar100", "imagenet", "method")
 def sections(folder: Path) -> dict[str, list[Table]]:
     """The tables by section, from the result files in a folder."""
     if not folder.is_dir():
-        raise RecordError(f"there is no folder {folder}; give the one with the result files with --results")
+        raise RecordError(
+            f"there is no folder {folder}; run this in the checkout of narrowgate, or give its folder of result files "
+            "with --results"
+        )
     runs = load_runs(folder)
     return {
         "mnist": mnist.tables(runs),
@@ -38,14 +41,31 @@ def between_markers(page: str, texts: dict[str, str]) -> str:
         pattern = rf"(<!-- {name}: begin[^>]*-->\n).*?(<!-- {name}: end -->)"
         places = list(re.finditer(pattern, page, flags=re.DOTALL))
         if len(places) != 1:
-            raise RecordError(f"the page has {len(places)} places for {name!r}; it needs one begin and one end")
+            raise RecordError(
+                f"the page has {len(places)} places for {name!r}; it needs one: the lines <!-- {name}: begin --> and "
+                f"<!-- {name}: end -->"
+            )
         page = page[: places[0].end(1)] + text + page[places[0].start(2) :]
     return page
 
 
+def check_page(path: Path) -> str:
+    """The text of a page that has a place for each section; a RecordError for a file that is none."""
+    if not path.is_file():
+        raise RecordError(
+            f"there is no page {path}; give one that has the tables' markers, such as docs/reproduction.md"
+        )
+    text = path.read_text(encoding="utf-8")
+    try:
+        between_markers(text, dict.fromkeys(SECTIONS, ""))
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from error
+    return text
+
+
 def write_page(path: Path, folder: Path) -> bool:
     """Put the tables of a folder into a page; whether that changed it."""
-    before = path.read_text(encoding="utf-8")
+    before = check_page(path)
     after = with_tables(before, sections(folder))
     if after != before:
         replace_file(path, after.encode())

@@ -76,7 +76,7 @@ def missing(what: str, results: Path, options: Options) -> list[Missing]:
 def train_missing(what: str, results: Path, options: Options, console: Console) -> list[str]:
     """Train, go on with what was begun, and keep a record of each run; the names of those that failed."""
     jobs, failed = missing(what, results, options), []
-    console.print(f"{len(jobs)} runs to make for {what}" if jobs else f"no run of {what} is missing")
+    console.print(f"{_runs(len(jobs))} to make for {what}" if jobs else f"no run of {what} is missing")
     device = launch(options.accelerator, 1, 1).device.type if jobs else ""  # or an error that is none of one run's
     for place, job in enumerate(jobs, 1):
         where = f"{job.base.stem}, seed {job.recipe.train.seed}, in {job.folder}"
@@ -100,6 +100,10 @@ def train_missing(what: str, results: Path, options: Options, console: Console) 
         kept = command.record(job.folder, job.record, job.base, "", curve, options.data, device)
         console.print(kept, markup=False)
     return failed
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
 
 
 def _names(what: str, only: Sequence[str]) -> list[str]:
