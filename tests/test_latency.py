@@ -276,6 +276,7 @@ def test_the_reason_is_the_first_that_the_numbers_show():
     assert reason(few, at(8, 0.5)).startswith("less efficient kernels: narrower layers do 42% as many")
     assert reason(launches, graph).startswith("less efficient kernels")
     assert reason(dataclasses.replace(few, indexed_layers=2), graph) == "index operations: 2 layers pick their channels"
+    assert reason(dataclasses.replace(few, indexed_layers=1), graph) == "index operations: 1 layer picks its channels"
 
 
 def test_time_that_follows_the_activations_is_bandwidth():

@@ -25,11 +25,12 @@ def _remedies(result: Latency, not_faster: list[Timing]) -> list[str]:
     lines = []
     if result.indexed_layers:
         lines.append(
-            f"{result.indexed_layers} layers pick their channels by index, which takes time: plan with "
-            'layout="aligned" (no index operations), or "auto" (only where it measures faster).'
+            f"{_layers(result.indexed_layers, 'picks its', 'pick their')} channels by index, which takes time: plan "
+            'with layout="aligned" (no index operations), or "auto" (only where it measures faster).'
         )
     if result.odd_widths:
-        lines.append(f"{result.odd_widths} layers have widths that are no multiple of 8: plan with round_to=8.")
+        odd = _layers(result.odd_widths, "has a width that is", "have widths that are")
+        lines.append(f"{odd} no multiple of 8: plan with round_to=8.")
     lines += _larger_batches(result, not_faster)
     launches = {t.batch for t in not_faster if t.device == "cuda" and t.mode == "eager"}
     if launches:
@@ -37,17 +38,21 @@ def _remedies(result: Latency, not_faster: list[Timing]) -> list[str]:
     return lines
 
 
+def _layers(count: int, one: str, several: str) -> str:
+    return f"1 layer {one}" if count == 1 else f"{count} layers {several}"
+
+
 def reason(result: Latency, timing: Timing) -> str:
     """Why a network saves less time than multiply-adds in one way of running: the first cause that the numbers show."""
     if result.indexed_layers:
-        return f"index operations: {result.indexed_layers} layers pick their channels"
+        return f"index operations: {_layers(result.indexed_layers, 'picks its', 'pick their')} channels"
     if fixed := _fixed_costs(result, timing):
         return fixed
     was, now = result.activations
     if was and result.multiply_adds_left < now / was and timing.ratio.median <= now / was + _NEAR:
         return f"bandwidth-bound: {now / was:.0%} of the activations are left to be moved"
     if timing.device == "cuda" and result.odd_widths:
-        return f"odd widths: {result.odd_widths} layers are no multiple of 8 wide"
+        return f"odd widths: {_layers(result.odd_widths, 'is', 'are')} no multiple of 8 wide"
     rate = result.multiply_adds_left / timing.ratio.median
     return f"less efficient kernels: narrower layers do {rate:.0%} as many multiply-adds a second"
 
