@@ -95,7 +95,7 @@ def _earlier_cuts(model: nn.Module, plan: Plan, weights: dict[str, Tensor]) -> s
         for name, shape in built.items()
         if shape != planned[name]
     ]
-    if not wider or not all(wider):
+    if not wider or not all(wider) or len(built) < len(planned):
         return ""
     return (
         ". It is wider than the one that was planned: if that had been cut while it trained, builder has to cut it as "
