@@ -314,6 +314,10 @@ def test_a_path_that_is_no_run(run, tmp_path):
         read_run(run / "result.json")
     with pytest.raises(ReportError, match="neither a run's folder nor a record"):
         read_run(run / "recipe.toml")
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "l1-seed0.json").write_text("{}")
+    with pytest.raises(ReportError, match=r"if it holds records, give their files, .*records/\*\.json"):
+        read_run(tmp_path / "records")
     with pytest.raises(ReportError, match=r"is a folder: .*report\.html"):
         write_report([run], tmp_path)
     with pytest.raises(ReportError, match="at least one"):

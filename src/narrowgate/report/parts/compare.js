@@ -80,7 +80,7 @@ function tradeOff(runs, fronts, open) {
       .filter((point) => point.run.finished && known(point.x) && known(point.y));
   const onFront = () => new Set(fronts[key].flat());
   const rest = fronts.parameters.length
-    ? "Points on the line: no other run is both smaller and better."
+    ? "Best for its size: no other run is both smaller and better."
     : "No line: of each data set one run at most is finished.";
   reading.textContent = rest;
   const drawing = responsive((host, width) => {

@@ -53,7 +53,11 @@ function kept(run) {
         ],
         run.constants.map((entry) => [entry.layer, whole(entry.folded), whole(entry.carried), whole(entry.rows)]),
       )
-    : note("None: every removed channel was zero.");
+    : note(
+        run.layers.some((layer) => layer.kept < layer.total)
+          ? "None: every removed channel was zero."
+          : "None: no channel was removed.",
+      );
   const walls = run.walls.length
     ? table(
         [{ name: "Operation" }, { name: "Why", text: true }, { name: "Where", text: true }],
