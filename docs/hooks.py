@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = "repository/"  # where files from outside docs/ lie in the site
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
-WHOLE = re.compile(r"<td(?=[^>]*>[\d.]+(?:(?:-[\d.]+){3}| ± [\d.]+)</td>)")  # 8-19-117-24 and 0.78 ± 0.02
+KEPT, SPREAD, SEEDS = r"[\d.]+(?:-[\d.]+){3}(?:: [\d,]+, [\d.]+ %)?", r"[\d.]+ ± [\d.]+", r"\d+ \(seeds? [\d, ]+\)"
+WHOLE = re.compile(rf"<td(?=[^>]*>(?:{KEPT}|{SPREAD}|{SEEDS})</td>)")  # 8-19-117-24, 0.78 ± 0.02, 2 (seeds 0, 1)
 DRAWING = re.compile(r'<img alt="([^"]*)" src="([^"]*\.svg)" ?/?>')
 
 

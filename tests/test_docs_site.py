@@ -50,7 +50,8 @@ def test_drawings_are_part_of_their_pages(site):
 
 def test_the_tables_of_the_paper_can_be_read(site):
     html = (site / "reproduction.html").read_text(encoding="utf-8")
-    assert '<td class="whole">8-19-117-24</td>' in html and '<td class="whole">0.78 ± 0.02</td>' in html
+    for cell in ("8-19-117-24", "0.78 ± 0.02", "3 (seeds 0, 1, 2)", "7-12-36-29: 3,609, 0.70 %"):
+        assert f'<td class="whole">{cell}</td>' in html
     assert "<li>:" not in html  # a note that begins with a dash
 
 
