@@ -161,6 +161,11 @@ def test_the_reach_is_what_the_penalty_does(kind, options):
             [],
             "2 until now and 3 over the whole run. So the loss holds them open: a higher penalty.strength (it",
         ),
+        (
+            ["penalty.strength=1.0"],
+            "gates up to 0.5 past zero and back, where they count as open: lower penalty.strength",
+        ),
+        (["penalty.strength=1.0", "penalty.proximal=true"], "So the loss holds them open"),
         (["penalty.strength=6e-4"], "1.2 until now and 1.8 over the whole run. They may close later: a higher"),
         (["penalty.strength=1e-5"], "0.03 over the whole run. Multiply penalty.strength (it is 1e-05) by 67, or train"),
         (

@@ -26,6 +26,7 @@ from narrowgate.train.variance import dropouts_before_norms
 _NAMED = 3  # layers that a notice lists
 _FAR_BELOW = 0.15  # of the training accuracy, for a held-out accuracy to be looked into
 _LOST = 0.6  # the share of the training accuracy below which more than overfitting must be at work
+_TOO_FAR = 100 * CLOSING_POINT  # a gate that goes to and fro so far is hardly ever at zero
 _STEPS_TO_SETTLE = 200  # at first, running statistics are behind in every network
 
 
@@ -236,6 +237,13 @@ class Watch:
         if whole < 1.5 * need:
             return (
                 text + f"Multiply penalty.strength (it is {row.strength:g}) by {2 * need / whole:.2g}, or train longer"
+            )
+        jitter = _jitter(recipe, row.lr, row.strength, row.sigma)
+        if _jitters(recipe) and so_far > 1.5 * need and jitter > _TOO_FAR:
+            return (
+                f"{text}But a step carries gates up to {jitter:.2g} past zero and back, where they count as open: "
+                f"lower penalty.strength (it is {row.strength:g}) or optimizer.lr (it is {recipe.optimizer.lr:g}), "
+                "or set penalty.proximal = true, which stops gates at zero"
             )
         why = "So the loss holds them open" if so_far > 1.5 * need else "They may close later"
         return text + f"{why}: a higher penalty.strength (it is {row.strength:g}) closes more, and sooner"
