@@ -28,7 +28,7 @@ from narrowgate.report.data import Constants, Histograms, Layer, Numbers, RunDat
 from narrowgate.report.folder import plan_parts
 from narrowgate.report.page import render
 from narrowgate.report.read import fronts, read_run, read_runs
-from narrowgate.reproduce.record import collect, write_record
+from narrowgate.reproduce.record import WHAT, collect, write_record
 from narrowgate.train.recipe import Recipe, RecipeError
 
 
@@ -315,8 +315,11 @@ def test_a_path_that_is_no_run(run, tmp_path):
     with pytest.raises(ReportError, match="neither a run's folder nor a record"):
         read_run(run / "recipe.toml")
     (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "l1-seed0.json").write_text("{}")
-    with pytest.raises(ReportError, match=r"if it holds records, give their files, .*records/\*\.json"):
+    (tmp_path / "records" / "sweep.json").write_text("{}")
+    with pytest.raises(ReportError, match="a folder that narrowgate train wrote"):
+        read_run(tmp_path / "records")
+    (tmp_path / "records" / "l1-seed0.json").write_text(json.dumps({"what": WHAT}))
+    with pytest.raises(ReportError, match=r"but holds records: give their files, .*records/\*\.json"):
         read_run(tmp_path / "records")
     with pytest.raises(ReportError, match=r"is a folder: .*report\.html"):
         write_report([run], tmp_path)

@@ -189,6 +189,6 @@ def _no_run(folder: Path) -> str:
     inside = sorted(path.parent.name for path in folder.glob(f"*/{RECIPE}"))
     if inside:
         return f"{folder} is not a run but holds some ({', '.join(inside[:3])}): give {folder}/*/"
-    if not (folder / RESULT).exists() and any(folder.glob("*.json")):
-        return f"{folder} is not a run, it has no {RECIPE}: if it holds records, give their files, {folder}/*.json"
+    if any(f'"{WHAT}"' in path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*.json")):
+        return f"{folder} is not a run, it has no {RECIPE}: but holds records: give their files, {folder}/*.json"
     return f"{folder} is not a run, it has no {RECIPE}: give a folder that narrowgate train wrote, such as runs/NAME"
