@@ -224,3 +224,5 @@ def _report(
     console.print(f"Test error    {outcome.error_before:.2%} before, {outcome.error_after:.2%} after")
     console.print(f"Exactness     max difference {proof.max_error:.0e} between the outputs, by rounding")
     console.print("\nThe closed channels are gone: what is left is an ordinary, smaller network.")
+    if outcome.error_after > 0.5:
+        console.print("It does not know the digits any more: lower --strength.")
