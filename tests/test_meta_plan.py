@@ -418,6 +418,28 @@ def test_single_zeros_in_weights_count():
     assert plan == ng.plan(model, x) and plan.cuts["4.weight"].keep == {1: [1, 2, 3, 4, 5]}
 
 
+class Indexed(nn.Module):
+    """A table of whole numbers picks from another one, as in Swin's windows; some weights no rule is written for."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.pair = nn.Linear(4, 8), nn.Linear(8, 6), nn.Bilinear(6, 6, 3)
+        self.table, self.scale = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(2, 3))
+        self.register_buffer("index", torch.tensor([[0, 1], [4, 2]]))
+        self.register_buffer("steps", torch.tensor([[1, 2, 1, 2, 1, 2, 1, 2], [0, 1, 0, 1, 0, 1, 0, 1]]))
+
+    def forward(self, x):
+        y = torch.relu(self.b(torch.relu(self.a(x)) * self.steps.sum(0)))
+        return self.pair(y, y + self.table[self.index.view(-1)].sum(0)), self.scale
+
+
+def test_tensors_of_any_kind_are_read_from_weights():
+    model, x = Indexed().eval(), torch.randn(2, 4)
+    ng.attach_gates_(model, where=lambda name, layer: name == "a")["a"].g.data[:3] = 0
+    plan = ng.plan(on_meta(model), x, weights=model.state_dict())
+    assert plan == ng.plan(model, x) and plan.cuts["steps"].keep == {1: [3, 4, 5, 6, 7]}
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.bool],

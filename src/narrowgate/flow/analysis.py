@@ -157,7 +157,9 @@ class Flow(Couplings):
 
     def _look_up(self, node: Node) -> State | list[State]:
         if node not in self.states:
-            self.states[node] = self._raw(self.graph.tensors[node])
+            name = self.graph.tensors[node]
+            with self.numbers.lent({name}, self.tensors, self.modules[""]):
+                self.states[node] = self._raw(name)
         return self.states[node]
 
     def _all_states(self, node: Node) -> list[State]:

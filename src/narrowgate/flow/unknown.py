@@ -82,7 +82,9 @@ class Numbers:
         before = {
             name: tensor
             for name in names
-            if not has_numbers(tensor := tensors[name]) and tensor.is_floating_point() and tensor.dim() > 1
+            if not has_numbers(tensor := tensors[name])
+            and (tensor.is_floating_point() or name in self.found)
+            and tensor.dim() > 1
         }
         try:
             for name, tensor in before.items():
