@@ -3,6 +3,7 @@
 import math
 import random
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -996,3 +997,64 @@ def test_layers_that_are_left_out_by_chance_are_narrowed(draw):
         assert state == (random.getstate(), np.random.get_state()[1].tolist())  # a plan draws nothing that is missed
         assert kept(plan, "stem.weight") == [1, 2, 5, 6, 7]
         ng.verify(model, ng.compact(model, plan), image())
+
+
+class Watched(nn.Module):
+    """Functions of its own that refer to it: deepcopy takes those as they are, and a copy would go on using it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, bias=False)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.kept = {}
+
+        def keep(name, output):
+            self.kept[name] = self.norm(output)
+
+        def watch(module, args, output, net=self):
+            net.kept["conv2"] = net.norm(output)
+
+        self.step, self.steps = partial(keep, "conv2"), [lambda y: keep("conv2", y)]
+        self.how = how
+        if how == "hook":
+            self.conv2.register_forward_hook(lambda module, args, output: keep("conv2", output))
+        elif how == "default":
+            self.conv2.register_forward_hook(watch)
+
+    def forward(self, x):
+        y = self.conv2(F.relu(self.conv1(x)))
+        if self.how in ("list", "partial"):
+            (self.step if self.how == "partial" else self.steps[0])(y)
+        return self.head(F.relu(self.kept.pop("conv2")).mean((2, 3)))
+
+
+@pytest.mark.parametrize("how", ["hook", "default", "list", "partial"])
+@pytest.mark.parametrize("layout", ["aligned", "scatter", "auto"])
+@torch.no_grad()
+def test_functions_that_refer_to_the_model_refer_to_the_small_one(how, layout, tmp_path):
+    x = image()
+    model = Watched(how).double().eval()
+    close_(model.conv1, [1, 2], 0.7)
+    close_(model.conv2, [3, 4])
+    model.norm.bias[3:5] = -1.0
+    plan = ng.plan(model, x, layout=layout)
+    assert not model.kept
+    assert kept(plan, "norm.bias") == [0, 1, 2, 5, 6, 7]
+    ng.save(ng.compact(model, plan), plan, tmp_path / "small")
+    small = ng.load(tmp_path / "small", lambda: Watched(how).double().eval())
+    for _ in range(2):
+        assert torch.allclose(small(x), model(x), rtol=0, atol=1e-12)
+    ng.verify(model, small, x)
+    ng.verify(model.half(), small.half(), x.half())
+
+
+def test_a_hook_that_reaches_another_layer_while_layers_are_timed():
+    """A layer alone has the width that it was planned with, the other one still the model's."""
+    parts = {"conv1": nn.Conv2d(3, 8, 3), "conv2": nn.Conv2d(8, 8, 3), "other": nn.Conv2d(8, 8, 3)}
+    model = Net(lambda net, x: net.conv2(F.relu(net.conv1(x))), **parts).double().eval()
+    model.conv2.register_forward_hook(lambda module, args, output: output + model.other(args[0]))
+    close_(model.conv2, [1, 2])
+    with torch.no_grad():
+        model.conv2.weight[:, 3:5] = 0
+        model.other.weight[:, 4:6] = 0
+    shrink(model, image(), layout="auto")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from narrowgate.flow.decide import CollapseError, _components
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import PINNED, Labels
-from narrowgate.flow.trace import ExampleInputs, trace, without_gc
+from narrowgate.flow.trace import ExampleInputs, copy_structure, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 from narrowgate.measure.counts import summarize
@@ -155,7 +154,7 @@ def _inspected(name: str, layer: nn.Module, facts: _Facts) -> InspectedLayer:
 
 def _gates(model: nn.Module) -> tuple[dict[str, int], Mapping[str, str]]:
     """Gates by layer, and why a layer gets none, from attaching them to a copy."""
-    plain = ungated(copy.deepcopy(model))
+    plain = ungated(copy_structure(model, {}))
     try:
         gates = attach_gates_(plain)
     except ValueError as error:
@@ -179,7 +178,7 @@ def _flow(model: nn.Module, example_inputs: ExampleInputs) -> Flow:
 @torch.no_grad()
 def _trial(model: nn.Module, example_inputs: ExampleInputs, gated: list[Mixer], root: Labels) -> Plan | None:
     """A plan for a copy in which half of what can go by itself is zero; None if nothing of the network is left."""
-    zeroed = copy.deepcopy(ungated(model))
+    zeroed = copy_structure(ungated(model), {})
     tensors = dict(zeroed.named_parameters(remove_duplicate=False))
     dead: dict[int, bool] = {}
     for mixer in gated:

@@ -57,6 +57,8 @@ def _layer(flow: Flow, mixer: Mixer, cuts: dict[str, Cut], edit: Edit | None) ->
         how = cuts.get(f"{mixer.layer}.{name}")
         shape = parameter.shape if how is None else how.new_shape
         memo[id(parameter)] = nn.Parameter(torch.randn(shape, dtype=parameter.dtype, device=parameter.device))
+    # What hooks do is no part of the layer, and they may reach others, which are as wide as they were.
+    memo |= {id(hooks): type(hooks)() for hooks in (owner._forward_hooks, owner._forward_pre_hooks)}
     model = nn.ModuleDict({"layer": copy.deepcopy(owner, memo)})
     if edit is not None:
         resize_(model, {"": Edit(**{**vars(edit), "layer": "layer"})}, {})

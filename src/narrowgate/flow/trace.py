@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -213,7 +215,45 @@ def copy_structure(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in copied.named_modules():
         module.training = modes.get(name, module.training)
+    for module in copied.modules():
+        _rebind_(vars(module), memo)
     return copied
+
+
+def _rebind_(table: Any, memo: dict[int, Any], depth: int = 1) -> None:
+    """Let the functions in a module's tables, hooks among them, refer to the copy where they referred to the model."""
+    for key, held in table.items() if isinstance(table, dict) else enumerate(table):
+        if isinstance(held, (FunctionType, partial)):
+            table[key] = _rebound(held, memo)
+        elif depth and type(held) in (dict, list, OrderedDict):
+            _rebind_(held, memo, depth - 1)
+
+
+def _rebound(function: Any, memo: dict[int, Any], depth: int = 3) -> Any:
+    """A function with copies in place of what it took along from around its definition; itself if there are none.
+
+    ``copy.deepcopy`` takes functions as they are: a hook that keeps ``self.features`` would go on filling the model's.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (FunctionType, partial)):
+            return _rebound(value, memo, depth - 1) if depth else value
+        return memo.get(id(value), value)
+
+    if isinstance(function, partial):
+        named = {key: moved(value) for key, value in function.keywords.items()}
+        return partial(moved(function.func), *map(moved, function.args), **named)
+    cells = function.__closure__ or ()
+    held = [cell.cell_contents for cell in cells if cell != CellType()]  # one may be empty
+    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if all(moved(value) is value for value in (*held, *defaults, *named.values())):
+        return function
+    fresh = tuple(cell if cell == CellType() else CellType(moved(cell.cell_contents)) for cell in cells)
+    given = tuple(map(moved, defaults)) or None
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, given, fresh)
+    made.__kwdefaults__ = {key: moved(value) for key, value in named.items()} or None
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from narrowgate.flow.differences import (
     ratio,
     worst_part,
 )
-from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, in_mode
+from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, copy_structure, in_mode
 from narrowgate.flow.trials import Inputs, elsewhere, nudge, shapes_of, trials
 
 
@@ -147,7 +146,7 @@ def _compare_in_float32(
     """Compare copies; None if there can be none, or the code itself asks for another precision."""
     halves = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
     try:
-        copied, copied_small = copy.deepcopy(model).float(), copy.deepcopy(small).float()
+        copied, copied_small = copy_structure(model, {}).float(), copy_structure(small, {}).float()
         args, kwargs = pytree.tree_map(_in_float32, inputs)
         batches = trials(args, kwargs, other_sizes)
         return _worst(copied, copied_small, batches, tolerance, half, halves)
@@ -214,11 +213,11 @@ def _beside_all_rounding(
     """
     others = []
     with contextlib.suppress(Exception):  # there may be no copy, or none in float64
-        other = copy.deepcopy(model)
+        other = copy_structure(model, {})
         for tensor in (*other.parameters(), *other.buffers()):
             tensor.copy_(nudge(tensor))
         others.append(_outputs(other, *batch))
-        others.append(_outputs(copy.deepcopy(model).double(), *pytree.tree_map(_in_float64, batch)))
+        others.append(_outputs(copy_structure(model, {}).double(), *pytree.tree_map(_in_float64, batch)))
     if not others:
         return found
     again = _compare(want, _of_small(small, batch), others, Limits(of_weights=True))

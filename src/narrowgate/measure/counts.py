@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgate.dtensors import check_whole
 from narrowgate.flow.skeleton import quiet
-from narrowgate.flow.trace import ExampleInputs, call_arguments
+from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
 from narrowgate.measure.formulas import FORMULAS, is_free, op_name
@@ -180,7 +179,7 @@ def _borrowed(model: nn.Module) -> Iterator[nn.Module]:
             stack.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield copy.deepcopy(model, memo).eval()
+            yield copy_structure(model, memo).eval()
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
