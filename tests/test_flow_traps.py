@@ -10,7 +10,9 @@ import pytest
 import torch
 from flow_helpers import Net, assert_same_function, assert_trains, close_, image, kept, settle_, shrink, shrink_all
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import narrowgate as ng
 from narrowgate.flow.plan import plan_traced
@@ -1058,3 +1060,33 @@ def test_a_hook_that_reaches_another_layer_while_layers_are_timed():
         model.conv2.weight[:, 3:5] = 0
         model.other.weight[:, 4:6] = 0
     shrink(model, image(), layout="auto")
+
+
+def in_a_loop(net, x):
+    y = F.relu(net.conv1(x))
+    factor = 1 / y.shape[1] if net.by_width else 0.25
+    start = torch.zeros((), dtype=torch.int64)
+    _, z = while_loop(lambda n, z: n < 3, lambda n, z: (n + 1, F.relu(net.other(z)) * factor + z), (start, x))
+    return net.conv2(y) + z[:, :, 2:, 2:].sum(1, keepdim=True)
+
+
+def to_each_score(net, x):
+    y = F.relu(net.conv1(x))
+    factor = 1 / y.shape[1] if net.by_width else 0.25
+    tokens = net.other(x).flatten(2).mT[:, None]
+    z = flex_attention(tokens, tokens, tokens, score_mod=lambda score, *places: score * factor)
+    return net.conv2(y) + z.mean((1, 2, 3))[:, None, None, None]
+
+
+@pytest.mark.parametrize("by_width", [True, False])
+@pytest.mark.parametrize("body", [in_a_loop, to_each_score])
+def test_what_happens_out_of_sight_depends_on_the_number_of_channels(body, by_width):
+    parts = {"conv1": nn.Conv2d(3, 6, 3), "conv2": nn.Conv2d(6, 4, 1), "other": nn.Conv2d(3, 3, 1)}
+    model = Net(body, **parts).double().eval()
+    model.by_width = by_width
+    close_(model.conv1, [1, 2], 0.7)
+    x = image(size=4)
+    for layout in ("aligned", "scatter"):
+        plan = ng.plan(model, x, layout=layout)
+        assert kept(plan, "conv1.weight") == (None if by_width and layout == "aligned" else [0, 3, 4, 5])
+        assert_same_function(model, ng.compact(model, plan), x)

@@ -23,6 +23,8 @@ RESHAPES = ("view", "_unsafe_view", "_reshape_alias", "reshape")
 # Operations whose numbers are sizes, which change with the width: what they make of a tensor is compared instead.
 _SIZED = frozenset([*RESHAPES, "expand", "slice", "split", "split_with_sizes", "new_empty"])
 _COND = torch.ops.higher_order.cond
+_WHILE = torch.ops.higher_order.while_loop
+_FLEX = torch.ops.higher_order.flex_attention
 _FROM_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor, Tensor.new])
 
 
@@ -48,7 +50,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     What happens inside a layer of PyTorch's is one event: in the scatter layout it holds index operations too.
     """
 
-    supports_higher_order_operators = True  # torch.cond
+    supports_higher_order_operators = True  # torch.cond, while_loop, flex_attention
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,11 +108,12 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self.origins.get(id(leaf)) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _COND:  # without numbers nobody knows which branch is taken: both
-            _, *branches, operands = args
+        if func in (_COND, _WHILE):
             with self:
-                results = [branch(*operands) for branch in branches]
-            return results[0]
+                return _run_inside(func, args)
+        if func is _FLEX:
+            with self:
+                _run_scores(*args[:5])
         if _moves_nothing(func, args):
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -137,6 +140,10 @@ if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # PyTorch
     @_COND.py_impl(Log)
     def _cond(log: Log, *args: Any) -> Any:
         return log.__torch_dispatch__(_COND, (), args)
+
+    @_WHILE.py_impl(Log)
+    def _while(log: Log, *args: Any) -> Any:
+        return log.__torch_dispatch__(_WHILE, (), args)
 
 
 class Data(TorchFunctionMode):
@@ -167,6 +174,24 @@ class Data(TorchFunctionMode):
             self.log.paused = False
         self.log.add(event, result)
         return result
+
+
+def _run_inside(func: Any, args: Any) -> Any:
+    """What is inside a branch or a loop, once: without numbers nobody knows which is taken, and how often."""
+    if func is _COND:
+        _, *branches, operands = args
+        return [branch(*operands) for branch in branches][0]
+    test, body, *operands = args
+    carried = [operand for several in operands for operand in several]
+    test(*carried)
+    return body(*carried)
+
+
+def _run_scores(query: Tensor, key: Tensor, value: Tensor, score: Any, mask: Any) -> None:
+    """What flex_attention does to each score, for one of them: the operation itself hides it."""
+    place = torch.zeros((), dtype=torch.int32, device=query.device)
+    score(query.new_empty(()), place, place, place, place)
+    mask[-1](place, place, place, place)
 
 
 def _moves_nothing(func: Any, args: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,7 +88,7 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         args, kwargs = pytree.tree_map(lambda leaf: _empty_like(leaf, device), call_arguments(example_inputs))
         try:
             log.add(Event(("inputs",)), (args, kwargs))
-            with nothing_kept(model), _same_luck(), log, Data(log), quiet():
+            with nothing_kept(model), _same_luck(), _plain_flex_attention(), log, Data(log), quiet():
                 output = model(*args, **kwargs)
         except Exception as error:
             log.events.append(Event((f"{type(error).__name__}: {error}",)))
@@ -153,6 +154,21 @@ def _same_luck() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(array)
+
+
+@contextlib.contextmanager
+def _plain_flex_attention() -> Iterator[None]:
+    """Without torch.compile, which it starts by itself and which does not go with a log of operations."""
+    module, switch = sys.modules.get("torch.nn.attention.flex_attention"), "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    before = getattr(module, switch, None)
+    if before is None:
+        yield
+        return
+    setattr(module, switch, True)
+    try:
+        yield
+    finally:
+        setattr(module, switch, before)
 
 
 @contextlib.contextmanager
