@@ -296,6 +296,14 @@ def test_a_branch_on_tensor_values_cannot_be_traced():
     assert_untouched(model, before)
 
 
+def test_a_tensor_that_is_hidden_from_the_trace_is_named():
+    model = Net(
+        lambda net, x: nn.functional.linear(net.a(x), net.b.weight.data), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
+    ).double()
+    with pytest.raises(TraceError, match=r"\.data \(write \.detach\(\)\)"):
+        ng.plan(model, torch.randn(2, 4).double())
+
+
 def test_options_are_checked():
     model = model_with_zeros()
     with pytest.raises(ValueError, match=r"layout.*aligned"):

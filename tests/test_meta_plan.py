@@ -404,6 +404,20 @@ def test_tied_vectors_stay_one(left_out, tmp_path):
     assert small.a.bias is small.b.bias and torch.allclose(small(x), model(x), rtol=0, atol=1e-14)
 
 
+def test_a_plan_for_a_model_that_lost_its_ties_is_refused():
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).eval(), torch.randn(2, 4)
+    model[1].weight = model[0].weight
+    with torch.no_grad():
+        model[2].weight[:, 0] = 0
+    separate, tied = copy.deepcopy(model).to("meta"), shapes_only(model)
+    plans = {shapes: ng.plan(shapes, x, weights=model.state_dict()) for shapes in (separate, tied)}
+    assert plans[separate].cuts and plans[tied] == ng.plan(model, x)
+    ng.compact(model, plans[tied])
+    for cut in (ng.compact, ng.compact_):
+        with pytest.raises(ng.PlanError, match=r"'0\.weight' and '1\.weight' are two tensors.*plan again"):
+            cut(model, plans[separate])
+
+
 def test_single_zeros_in_weights_count():
     """Output 0 of the second layer reads one input only, and that one is closed."""
     torch.manual_seed(0)

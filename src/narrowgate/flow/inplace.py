@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.surgery import PlanError, check_fits, cut, edited_tensors, format_of, tensors_of
+from narrowgate.flow.surgery import PlanError, check_fits, check_ties, cut, edited_tensors, format_of, tensors_of
 from narrowgate.flow.ungated import ungated
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate, GroupGate
@@ -40,12 +40,14 @@ def compact_(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None) -> n
         raise ValueError(f"compact_ needs a plan of layout 'aligned', got {plan.layout!r}; use compact for the others")
     cuts = {**plan.cuts, **_gate_cuts(model, plan)}
     optimizers = optimizers_of(optimizer)
+    plain = ungated(model)
+    check_ties(plain, plan)
     for each in optimizers if cuts else ():
         check_can_follow(each)
         _check_state(model, cuts, each)
         _check_new_biases(model, plan, each)
-    edited = _without_gates(model, edited_tensors(ungated(model), plan))
-    _check_ties(model, cuts, edited)
+    edited = _without_gates(model, edited_tensors(plain, plan))
+    _check_gated_ties(model, cuts, edited)
     done: set[int] = set()
     for name, tensor in tensors_of(model).items():
         if id(tensor) in done or not (name in cuts or name in edited):
@@ -91,7 +93,7 @@ def check_can_follow(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _check_ties(model: nn.Module, cuts: dict[str, Cut], edited: dict[str, Tensor]) -> None:
+def _check_gated_ties(model: nn.Module, cuts: dict[str, Cut], edited: dict[str, Tensor]) -> None:
     """Refuse a weight of which a gated layer and another have different channels left."""
     for names in tied_to_gated(model):
         if any(name in edited or cuts.get(name) != cuts.get(names[0]) for name in names):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.trace import copy_structure
+from narrowgate.flow.trace import copy_structure, first_names
 from narrowgate.flow.ungated import ungated
 
 
@@ -23,6 +23,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """A smaller copy of the model that computes the same function; gates are merged, the original is untouched."""
     check_fits(model, plan)
     small = ungated(model)
+    check_ties(small, plan)
     replaced: dict[int, Tensor] = {}
     tensors = tensors_of(small)
     edited = edited_tensors(small, plan)
@@ -183,6 +184,18 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         reach += [other for factors in edit.merged.values() for other in factors]
         if max(edit.rows, default=0) >= rows or max(reach, default=0) >= columns * edit.groups:
             raise PlanError(f"the plan edits channels that {name!r} of {kind} does not have; plan again")
+
+
+def check_ties(plain: nn.Module, plan: Plan) -> None:
+    """Refuse a plan for a model in which one of these tensors was two: each could be cut in its own way there."""
+    first = first_names(plain)
+    others = (name for edit in plan.edits.values() for name in (edit.bias, edit.mean) if name)
+    for name in (*plan.cuts, *plan.edits, *others):
+        if first.get(name, name) != name:
+            raise PlanError(
+                f"this plan is for a model in which {first[name]!r} and {name!r} are two tensors, here they are one; "
+                'plan again with tied weights. model.to("meta") makes two of one, building it on that device does not'
+            )
 
 
 def _check_kinds(model: nn.Module, plan: Plan) -> None:

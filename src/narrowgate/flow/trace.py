@@ -115,7 +115,7 @@ def trace(
     signature = program.graph_signature
     by_placeholder = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes = tuple(graph.nodes)
-    first = _first_names(model)
+    first = first_names(model)
     tensors = {node: first.get(name, name) for node in nodes if (name := by_placeholder.get(node.name)) is not None}
     mutated = {**signature.buffers_to_mutate, **getattr(signature, "parameters_to_mutate", {})}
     results = zip(_results(program.graph), _results(graph), strict=True)
@@ -166,6 +166,11 @@ def _remedy(model: nn.Module, reason: str) -> str:
         return "If that is a dataclass, call torch.export.register_dataclass(it) once, before ng.plan"
     if "uninitialized parameter" in reason:
         return "Run the model once on the example inputs, so that its lazy layers get their weights"
+    if "constant's list" in reason:
+        return (
+            "Something hides a tensor from it: .data (write .detach()), gradients that the forward itself takes, or "
+            "torch.vmap"
+        )
     return "Check that model(*example_inputs) runs and that its forward has no branch on tensor values"
 
 
@@ -193,7 +198,7 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     return type(module), *(item for item in held if isinstance(item[1], (bool, int, float, str)))
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def first_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer, mapped to the first name of the same tensor (tied weights)."""
     seen: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
