@@ -393,6 +393,26 @@ def test_a_model_that_gives_out_no_tensors_is_named():
         ng.verify(model, model, torch.randn(4, 3))
 
 
+def test_what_a_model_does_to_its_inputs_is_undone():
+    class Standardised(nn.Module):
+        """It says whether it was given one tensor twice, as attention asks, and writes to it."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x, y):
+            return self.fc(x.sub_(0.5).div_(0.25)) * (2 if x is y else 1)
+
+    model, x = Standardised().double(), torch.randn(4, 6, dtype=torch.float64)
+    other, before = copy.deepcopy(model), x.clone()
+    assert ng.verify(model, other, (x, x)).passed and torch.equal(x, before)
+    with torch.no_grad():
+        other.fc.weight.mul_(1.001)
+    with pytest.raises(VerificationError, match="not the same function"):
+        ng.verify(model, other, (x, x))
+
+
 @pytest.mark.parametrize("amount", [0.0, 1e-3])
 def test_what_a_model_leaves_in_its_buffers_is_undone(amount):
     def body(net, x):

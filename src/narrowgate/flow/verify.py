@@ -310,7 +310,9 @@ def _compare(
 
 
 def _outputs(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    """What a model gives out; what it leaves in its buffers is undone, so that each call meets the same ones."""
+    """What a model gives out; what it leaves in its buffers or inputs is undone, so that each call meets the same."""
+    own: dict[int, Tensor] = {}  # what is given twice stays one tensor: attention asks whether it is
+    args, kwargs = pytree.tree_map_only(Tensor, lambda given: own.setdefault(id(given), given.clone()), (args, kwargs))
     with buffers_kept(model.modules()):
         return _tensors(model(*args, **kwargs))
 
