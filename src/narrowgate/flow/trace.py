@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -225,10 +225,13 @@ def copy_structure(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     return copied
 
 
+_CODE = (FunctionType, MethodType, partial)
+
+
 def _rebind_(table: Any, memo: dict[int, Any], depth: int = 1) -> None:
     """Let the functions in a module's tables, hooks among them, refer to the copy where they referred to the model."""
     for key, held in table.items() if isinstance(table, dict) else enumerate(table):
-        if isinstance(held, (FunctionType, partial)):
+        if isinstance(held, _CODE):
             table[key] = _rebound(held, memo)
         elif depth and type(held) in (dict, list, OrderedDict):
             _rebind_(held, memo, depth - 1)
@@ -241,10 +244,14 @@ def _rebound(function: Any, memo: dict[int, Any], depth: int = 3) -> Any:
     """
 
     def moved(value: Any) -> Any:
-        if isinstance(value, (FunctionType, partial)):
+        if isinstance(value, _CODE):
             return _rebound(value, memo, depth - 1) if depth else value
         return memo.get(id(value), value)
 
+    if isinstance(function, MethodType):
+        code, owner = moved(function.__func__), moved(function.__self__)
+        same = code is function.__func__ and owner is function.__self__
+        return function if same else MethodType(code, owner)
     if isinstance(function, partial):
         named = {key: moved(value) for key, value in function.keywords.items()}
         return partial(moved(function.func), *map(moved, function.args), **named)
