@@ -202,6 +202,31 @@ def test_lazy_bias_is_not_added_where_a_replaced_forward_ignores_it():
     shrink_all(model, image(), removes=None)
 
 
+class Scaled(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return F.conv2d(x, weight) * self.stride[0]
+
+
+@pytest.mark.parametrize("own", ["class", "layer", "neither"])
+def test_lazy_bias_is_not_added_where_the_inside_of_a_layer_ignores_it(own):
+    kind = Scaled if own == "class" else nn.Conv2d
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sigmoid(), kind(6, 4, 3, bias=False))
+    if own == "layer":
+        model[2]._conv_forward = types.MethodType(Scaled._conv_forward, model[2])
+    settle_(model, image())
+    close_(model[0], [0, 1])
+    plan, _ = shrink_all(model, image(), removes=None)
+    assert kept(plan, "0.weight") == ([2, 3, 4, 5] if own == "neither" else None)
+
+
+def test_the_inside_of_a_layer_divides_by_its_width():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
+    model[2]._conv_forward = lambda x, weight, bias: F.conv2d(x / x.shape[1], weight, bias)
+    settle_(model, image())
+    close_(model[0], [0, 1])
+    shrink_all(model, image(), removes=None)
+
+
 def test_zeros_pass_a_layer_whose_forward_is_the_users_own():
     """No bias can be added there, and none has to be."""
 

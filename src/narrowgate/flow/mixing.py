@@ -18,7 +18,8 @@ from narrowgate.flow.state import Mask, State, Values, labelled, rounded
 from narrowgate.flow.trace import layer_of, op_name
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
-_FORWARDS = {layer.forward for layer in _LAYERS}
+_CODE = ("forward", "_conv_forward")  # the methods that say what a layer computes
+_METHODS = [[getattr(layer, name, None) for name in _CODE] for layer in _LAYERS]
 
 
 def convolution(flow: Flow, node: Node) -> None:
@@ -136,8 +137,13 @@ def editable(flow: Flow, node: Node, weight: str, bias: str | None) -> bool:
         return True
     if not isinstance(owner, (_ConvNd, nn.Linear)) or owner.weight is not flow.tensors[weight]:
         return False
-    # A forward of the user's own may not read the bias that would be added.
-    return type(owner).forward in _FORWARDS and "forward" not in vars(owner)
+    # Code of the user's own may not read the bias that would be added.
+    return [getattr(type(owner), name, None) for name in _CODE] in _METHODS and not is_patched(owner)
+
+
+def is_patched(layer: nn.Module) -> bool:
+    """Whether code of the user's was put on a layer in place of its class's."""
+    return not vars(layer).keys().isdisjoint(_CODE)
 
 
 def is_saved(flow: Flow, name: str) -> bool:

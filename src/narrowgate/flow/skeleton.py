@@ -23,6 +23,7 @@ from narrowgate.flow.cuts import Cut
 from narrowgate.flow.events import Data, Event, Log
 from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS, IndexedNorm
+from narrowgate.flow.mixing import is_patched
 from narrowgate.flow.multihead import Widen
 from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
 from narrowgate.flow.unknown import has_numbers, named_tensors
@@ -109,8 +110,8 @@ def _shape_or_number(leaf: Any) -> object:
 
 
 def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a module runs the forward of one of these classes, not one of the user's."""
-    return type(module) in kinds and "forward" not in vars(module)
+    """Whether a module runs the code of one of these classes, not some of the user's."""
+    return type(module) in kinds and not is_patched(module)
 
 
 def _same(called: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
