@@ -3,6 +3,7 @@
 import math
 import random
 import types
+import weakref
 from functools import partial
 
 import numpy as np
@@ -1022,6 +1023,9 @@ class Watched(nn.Module):
             self.conv2.register_forward_hook(lambda module, args, output: keep("conv2", output))
         elif how == "default":
             self.conv2.register_forward_hook(watch)
+        elif how == "weak":
+            weak = self.conv2.model = weakref.ref(self)
+            self.conv2.register_forward_hook(lambda module, args, output: weak().kept.update(conv2=weak().norm(output)))
         elif how == "method":
             normed = self.norm.forward
             self.conv2.register_forward_hook(lambda module, args, output: self.kept.update(conv2=normed(output)))
@@ -1033,7 +1037,7 @@ class Watched(nn.Module):
         return self.head(F.relu(self.kept.pop("conv2")).mean((2, 3)))
 
 
-@pytest.mark.parametrize("how", ["hook", "default", "method", "list", "partial"])
+@pytest.mark.parametrize("how", ["hook", "default", "weak", "method", "list", "partial"])
 @pytest.mark.parametrize("layout", ["aligned", "scatter", "auto"])
 @torch.no_grad()
 def test_functions_that_refer_to_the_model_refer_to_the_small_one(how, layout, tmp_path):

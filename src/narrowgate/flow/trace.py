@@ -7,6 +7,7 @@ import gc
 import io
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -225,13 +226,13 @@ def copy_structure(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     return copied
 
 
-_CODE = (FunctionType, MethodType, partial)
+_TAKEN_AS_THEY_ARE = (FunctionType, MethodType, partial, weakref.ref)
 
 
 def _rebind_(table: Any, memo: dict[int, Any], depth: int = 1) -> None:
-    """Let the functions in a module's tables, hooks among them, refer to the copy where they referred to the model."""
+    """Let functions in a module's tables, as hooks, and weak references refer to the copy of what they referred to."""
     for key, held in table.items() if isinstance(table, dict) else enumerate(table):
-        if isinstance(held, _CODE):
+        if isinstance(held, _TAKEN_AS_THEY_ARE):
             table[key] = _rebound(held, memo)
         elif depth and type(held) in (dict, list, OrderedDict):
             _rebind_(held, memo, depth - 1)
@@ -244,10 +245,13 @@ def _rebound(function: Any, memo: dict[int, Any], depth: int = 3) -> Any:
     """
 
     def moved(value: Any) -> Any:
-        if isinstance(value, _CODE):
+        if isinstance(value, _TAKEN_AS_THEY_ARE):
             return _rebound(value, memo, depth - 1) if depth else value
         return memo.get(id(value), value)
 
+    if isinstance(function, weakref.ref):
+        target = moved(function())
+        return function if target is function() else weakref.ref(target)
     if isinstance(function, MethodType):
         code, owner = moved(function.__func__), moved(function.__self__)
         same = code is function.__func__ and owner is function.__self__
