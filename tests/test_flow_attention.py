@@ -1,6 +1,5 @@
 """Attention: values pass channel by channel, queries and keys matter in pairs, and what is unsure stays."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -180,7 +180,8 @@ def _run_inside(func: Any, args: Any) -> Any:
     """What is inside a branch or a loop, once: without numbers nobody knows which is taken, and how often."""
     if func is _COND:
         _, *branches, operands = args
-        return [branch(*operands) for branch in branches][0]
+        results = [branch(*operands) for branch in branches]
+        return results[0]
     test, body, *operands = args
     carried = [operand for several in operands for operand in several]
     test(*carried)
