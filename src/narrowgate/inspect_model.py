@@ -12,11 +12,12 @@ from torch import nn
 
 from narrowgate.attach import attach_gates_
 from narrowgate.flow.analysis import Flow, Mixer, Wall
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.decide import CollapseError, _components
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import PINNED, Labels
-from narrowgate.flow.trace import ExampleInputs, copy_structure, trace, without_gc
+from narrowgate.flow.trace import ExampleInputs, trace, without_gc
 from narrowgate.flow.training import pin_training_only
 from narrowgate.flow.ungated import closed_gates, ungated
 from narrowgate.measure.counts import summarize

@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from narrowgate.flow.analysis import Mixer
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.cuts import Cut
 from narrowgate.flow.events import Data, Event, Log
 from narrowgate.flow.keepsakes import nothing_kept
 from narrowgate.flow.layers import NORM_SWAPS, SWAPS, IndexedNorm
 from narrowgate.flow.mixing import is_patched
 from narrowgate.flow.multihead import Widen
-from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
+from narrowgate.flow.trace import ExampleInputs, call_arguments
 from narrowgate.flow.unknown import has_numbers, named_tensors
 
 # PyTorch's own layers that keep shapes and make no numbers of them: skipped, which halves the time.

@@ -7,10 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
-from narrowgate.flow.trace import copy_structure, first_names
+from narrowgate.flow.trace import first_names
 from narrowgate.flow.ungated import ungated
 
 

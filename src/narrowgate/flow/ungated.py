@@ -15,8 +15,9 @@ from narrowgate.batched import forget_prepared_gates_
 from narrowgate.direct import forget_reader_
 from narrowgate.dtensors import check_whole
 from narrowgate.flow.analysis import ClosedGates
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.state import Mask
-from narrowgate.flow.trace import TraceError, copy_structure
+from narrowgate.flow.trace import TraceError
 from narrowgate.flow.unknown import Gating, Weights, has_numbers, named_tensors, put_tensor, raw
 from narrowgate.gated import GatedLayer, has_gate
 from narrowgate.gates import Gate, LinearGate

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.differences import (
     NOISE_FACTOR,
     TOLERANCE,
@@ -20,7 +21,7 @@ from narrowgate.flow.differences import (
     ratio,
     worst_part,
 )
-from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, copy_structure, in_mode
+from narrowgate.flow.trace import ExampleInputs, buffers_kept, call_arguments, in_mode
 from narrowgate.flow.trials import Inputs, elsewhere, nudge, shapes_of, trials
 
 

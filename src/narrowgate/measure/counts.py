@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgate.dtensors import check_whole
+from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.skeleton import quiet
-from narrowgate.flow.trace import ExampleInputs, call_arguments, copy_structure
+from narrowgate.flow.trace import ExampleInputs, call_arguments
 from narrowgate.gated import GatedLayer
 from narrowgate.gates import Gate
 from narrowgate.measure.formulas import FORMULAS, is_free, op_name
