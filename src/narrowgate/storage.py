@@ -20,12 +20,13 @@ from narrowgate._version import __version__
 from narrowgate.atomic import replace_folder, surviving_folder
 from narrowgate.dtensors import check_whole
 from narrowgate.flow.plan import Plan
-from narrowgate.flow.surgery import PlanError, compact
+from narrowgate.flow.surgery import PlanError, TiesError, compact
 from narrowgate.flow.ungated import FrozenGate
 from narrowgate.gates import Gate
 from narrowgate.swap import gate_layer_
 from narrowgate.weights import (
     StorageError,
+    check_same_ties,
     check_shapes,
     convert_,
     fill_,
@@ -75,6 +76,8 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     except StorageError as error:
         raise StorageError(f"{error}{_earlier_cuts(model, plan, weights)}") from error
     except (PlanError, AttributeError, KeyError, IndexError) as error:
+        if isinstance(error, TiesError):
+            check_same_ties(model, meta["tied"], path / WEIGHTS)
         built, saved = _class_name(model), meta["class"]
         raise PlanError(
             f"{path / PLAN} does not fit the {built} that builder() returned: {error}. The model saved was a {saved}; "

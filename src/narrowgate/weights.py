@@ -88,15 +88,21 @@ def check_shapes(places: dict[str, Tensor], weights: dict[str, Tensor], path: Pa
             )
 
 
-def fill_(small: nn.Module, weights: dict[str, Tensor], tied: dict[str, str], path: Path) -> None:
-    """Put all weights in; raises, before anything is touched, unless names, shapes and ties are the model's."""
-    ties = ties_of(small)
+def check_same_ties(model: nn.Module, tied: dict[str, str], path: Path) -> dict[str, str]:
+    """The model's ties; raises unless they are those of the saved one."""
+    ties = ties_of(model)
     if ties != tied:
         odd = sorted(set(ties.items()) ^ set(tied.items()))[0]
         raise StorageError(
             f"{path}: {odd[0]!r} and {odd[1]!r} are one tensor in only one of the saved model and builder()'s; "
             "builder has to tie the same weights"
         )
+    return ties
+
+
+def fill_(small: nn.Module, weights: dict[str, Tensor], tied: dict[str, str], path: Path) -> None:
+    """Put all weights in; raises, before anything is touched, unless names, shapes and ties are the model's."""
+    ties = check_same_ties(small, tied, path)
     places = {name: tensor for name, tensor in tensors_of(small, persistent=True) if name not in ties}
     if places.keys() != weights.keys():
         odd_names = sorted(places.keys() ^ weights.keys())

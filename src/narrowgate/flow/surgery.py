@@ -19,6 +19,10 @@ class PlanError(ValueError):
     """The plan does not fit the model."""
 
 
+class TiesError(PlanError):
+    """The plan cuts two tensors that are one in this model."""
+
+
 @torch.inference_mode(False)  # a tensor made in that mode could never train
 def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """A smaller copy of the model that computes the same function; gates are merged, the original is untouched."""
@@ -193,7 +197,7 @@ def check_ties(plain: nn.Module, plan: Plan) -> None:
     others = (name for edit in plan.edits.values() for name in (edit.bias, edit.mean) if name)
     for name in (*plan.cuts, *plan.edits, *others):
         if first.get(name, name) != name:
-            raise PlanError(
+            raise TiesError(
                 f"this plan is for a model in which {first[name]!r} and {name!r} are two tensors, here they are one; "
                 'plan again with tied weights. model.to("meta") makes two of one, building it on that device does not'
             )
