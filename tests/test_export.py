@@ -199,6 +199,7 @@ def test_outputs_that_a_file_can_not_hold_are_said_in_a_line(tmp_path, format):
         ((EXAMPLE,), "model.onnx", "onnx", "one tensor"),
         (torch.rand(3), "model.onnx", "onnx", "first axis is the batch"),
         (EXAMPLE[:0], "model.onnx", "onnx", "one sample or more"),
+        (EXAMPLE, "model.onnx", "torch", r"another format's file; write .*model\.pt2 for torch"),
         (EXAMPLE, "", "torch", r"is a folder; give the name of a file, such as .*model\.pt2"),
     ],
 )

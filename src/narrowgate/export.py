@@ -63,6 +63,10 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
         raise ExportError(
             f"{target} is a folder; give the name of a file, such as {target / 'model'}{SUFFIXES[format]}"
         )
+    if target.suffix != SUFFIXES[format] and target.suffix in SUFFIXES.values():
+        raise ExportError(
+            f"{target} is named as another format's file; write {target.with_suffix(SUFFIXES[format])} for {format}"
+        )
     model = uncompiled(model)
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise ExportError(f"export needs the model inside {type(model).__name__}: pass model.module")
