@@ -37,6 +37,7 @@ class Keeps(nn.Module):
     """Multiplies by a table that it makes once, each in another way."""
 
     last = None
+    size, made = None, torch.empty(0)
     shared = None
     inside = staticmethod(decorated(ramp))
 
@@ -78,6 +79,16 @@ class Keeps(nn.Module):
             self.last = ramp(size)
         return self.last
 
+    def for_a_size(self, size):
+        if self.size != size:
+            self.size, self.made = size, ramp(size)
+        return self.made
+
+    def in_a_layer(self, size):
+        if self.size != size:
+            self.size, self.conv1.made = size, ramp(size)
+        return self.conv1.made
+
     def of_the_class(self, size):
         if Keeps.shared is None:
             Keeps.shared = ramp(size)
@@ -89,7 +100,7 @@ class Keeps(nn.Module):
         return self.ramp
 
 
-WAYS = "function bounded decorated table row own_table attribute of_the_class buffer".split()
+WAYS = "function bounded decorated table row own_table attribute for_a_size in_a_layer of_the_class buffer".split()
 
 
 @pytest.mark.parametrize("layout", ["aligned", "scatter"])
