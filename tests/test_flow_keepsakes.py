@@ -44,6 +44,7 @@ class Keeps(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.how, self.own = how, {}
+        self.known = torch.empty(0)
         self.conv1, self.conv2 = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
 
     def forward(self, x):
@@ -84,6 +85,11 @@ class Keeps(nn.Module):
             self.size, self.made = size, ramp(size)
         return self.made
 
+    def known_for_a_size(self, size):
+        if self.size != size:
+            self.size, self.known = size, ramp(size)
+        return self.known
+
     def in_a_layer(self, size):
         if self.size != size:
             self.size, self.conv1.made = size, ramp(size)
@@ -100,7 +106,10 @@ class Keeps(nn.Module):
         return self.ramp
 
 
-WAYS = "function bounded decorated table row own_table attribute for_a_size in_a_layer of_the_class buffer".split()
+WAYS = """
+function bounded decorated table row own_table attribute for_a_size known_for_a_size in_a_layer
+of_the_class buffer
+""".split()
 
 
 @pytest.mark.parametrize("layout", ["aligned", "scatter"])

@@ -28,8 +28,8 @@ _LARGEST = 10_000  # a dictionary of more entries is a table of something else
 def nothing_kept(model: nn.Module) -> Iterator[None]:
     """Take away what code keeps in between: of tensors without numbers, all that were not there before.
 
-    If there are such, the modules get back all of their attributes: beside a table there is often the size that it was
-    made for, by which the next call decides whether it needs another one.
+    Modules get back all of their attributes: beside a table there may be the size that it was made for, by which the
+    next call decides whether it needs another one.
     """
     places = [(place, dict(vars(place))) for place in _places(model)]
     inside = [
@@ -47,15 +47,15 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
         for cache, misses in caches:
             if cache.cache_info().misses != misses and any(map(_is_empty, gc.get_referents(cache))):
                 cache.cache_clear()
-        kept = [_restore_container_(container, was) for container, was in inside]
+        for container, was in inside:
+            _restore_container_(container, was)
         for place, before in places:
-            put, remove = functools.partial(setattr, place), functools.partial(delattr, place)
-            kept.append(_restore_(dict(vars(place)), before, put, remove))
-        if any(kept):
-            for place, before in places:
-                if isinstance(place, nn.Module):
-                    vars(place).clear()
-                    vars(place).update(before)
+            if isinstance(place, nn.Module):
+                vars(place).clear()
+                vars(place).update(before)
+            else:
+                put, remove = functools.partial(setattr, place), functools.partial(delattr, place)
+                _restore_(dict(vars(place)), before, put, remove)
 
 
 @contextmanager
@@ -115,30 +115,26 @@ def _caches(value: Any) -> Iterator[Any]:
                     yield cell.cell_contents
 
 
-def _restore_container_(container: Any, was: Any) -> bool:
-    """Put back what was in place of tensors without numbers, and say whether there were any."""
-    if not isinstance(container, list):
-        return _restore_(dict(container), was, container.__setitem__, container.__delitem__)
-    known = set(map(id, was))
-    found = any(id(one) not in known and _is_empty(one) for one in container)
-    if found:
-        container[:] = was
-    return found
+def _restore_container_(container: Any, was: Any) -> None:
+    if isinstance(container, list):
+        known = set(map(id, was))
+        if any(id(one) not in known and _is_empty(one) for one in container):
+            container[:] = was
+    else:
+        _restore_(dict(container), was, container.__setitem__, container.__delitem__)
 
 
 def _restore_(
     after: dict[Any, Any], before: dict[Any, Any], put: Callable[[Any, Any], None], remove: Callable[[Any], None]
-) -> bool:
-    found = False
+) -> None:
+    """Put back what was in place of tensors without numbers."""
     for key, value in after.items():
         if value is before.get(key) or not _is_empty(value):
             continue
-        found = True
         if key in before:
             put(key, before[key])
         else:
             remove(key)
-    return found
 
 
 def _is_empty(value: Any, depth: int = 2) -> bool:
