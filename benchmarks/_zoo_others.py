@@ -42,14 +42,14 @@ tu-convnext_atto
 
 _PYTORCHCV = """
 resnet18 preresnet18 resneta10 sepreresnet18 ibn_resnet50 airnet50_1x64d_r2 bam_resnet18 cbam_resnet18 resattnet56
-sknet50 seresnext50_32x4d diracnet18v2 condensenet74_c4_g4 wrn20_10_1bit_cifar10 dpn68 darknet_ref darknet53 bagnet9
+sknet50 seresnext50_32x4d diracnet18v2 wrn20_10_1bit_cifar10 dpn68 darknet_ref darknet53 bagnet9
 dla34 fishnet99 espnetv2_wd2 hrnet_w18_small_v1 vovnet27s selecsls42 hardnet39ds peleenet fractalnet_cifar10
 squeezenet_v1_0 squeezeresnet_v1_0 sqnxt23_w1 shufflenet_g1_wd4 shufflenetv2_wd2 menet108_8x1_g3 mobilenet_wd4
 fdmobilenet_wd4 mobilenetv2_wd4 igcv3_wd4 mobilenetv3_small_w7d20 mnasnet_b1 darts proxylessnas_cpu fbnet_cb spnasnet
 efficientnet_b0 mixnet_s resnext20_16x4d_cifar10 pyramidnet110_a48_cifar10 resdropresnet20_cifar10
 shakeshakeresnet20_2x16d_cifar10 xdensenet40_2_k24_bc_cifar10 nin_cifar10 bninception xception inceptionv3
 inceptionresnetv2 dabnet_cityscapes cgnet_cityscapes edanet_cityscapes esnet_cityscapes fpenet_cityscapes
-lednet_cityscapes linknet_cityscapes sinet_cityscapes contextnet_cityscapes fastscnn_cityscapes
+lednet_cityscapes linknet_cityscapes sinet_cityscapes
 lwopenpose2d_mobilenet_cmupan_coco alphapose_fastseresnet101b_coco simplepose_resnet18_coco lffd20x5s320v2_widerface
 centernet_resnet18_voc octresnet10_ad2 resnetbc26b
 """
@@ -182,7 +182,7 @@ def models() -> dict[str, dict[str, tuple[Build, Shape]]]:
     for name in _YOLO.split():
         found["ultralytics"][name] = (_yolo(name), (3, 256, 256) if name.endswith("p6") else (3, 128, 128))
     for kind in _UNETS.split():
-        found["segmentation_models_pytorch"][f"{kind}-resnet18"] = (_unet(kind, "resnet18"), (3, 64, 64))
+        found["segmentation_models_pytorch"][f"{kind}-resnet18"] = (_unet(kind, "resnet18"), (3, 128, 128))
     for encoder in _ENCODERS.split():
         found["segmentation_models_pytorch"][f"unet-{encoder}"] = (_unet("unet", encoder), (3, 64, 64))
     scse = _unet("unet", "resnet18", decoder_attention_type="scse")

@@ -142,7 +142,7 @@ def rows_speed():
 
 
 def rows_sound():
-    models = list(numbers("soundness")["models"].values())
+    models = [model for name in ("soundness", "soundness_others") for model in numbers(name)["models"].values()]
     for source in dict.fromkeys(model["source"] for model in models):
         verdicts = [model["verdict"].partition(":")[0] for model in models if model["source"] == source]
         assert set(verdicts) <= {"same", "not traced", "not run"}
