@@ -9,6 +9,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from narrowgate._version import __version__
 from narrowgate.atomic import replace_folder, surviving_folder
 from narrowgate.dtensors import check_whole
+from narrowgate.flow.idle import beside_idle
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.surgery import PlanError, TiesError, compact
 from narrowgate.flow.ungated import FrozenGate
@@ -50,6 +52,8 @@ def save(small: nn.Module, plan: Plan, folder: str | Path) -> None:
     """
     target = Path(folder).resolve()
     check_target(target)
+    if isinstance(small, nn.Module) and isinstance(plan, Plan):
+        plan = replace(plan, idle=_really_idle(small, plan))
     _check_model(small, plan)
     files = {WEIGHTS: pack(small), PLAN: plan.to_json().encode()}
     files[META] = json.dumps(describe(small, files), indent=1).encode()
@@ -132,7 +136,7 @@ def _check_model(small: nn.Module, plan: Plan) -> None:
             "that was compiled, and save that"
         )
     tensors = dict(tensors_of(small))
-    for name, cut in plan.cuts.items():
+    for name, cut in beside_idle(plan).cuts.items():
         shape = tuple(tensors[name].shape) if name in tensors else None
         if shape != cut.new_shape:
             raise StorageError(
@@ -147,6 +151,12 @@ def _check_model(small: nn.Module, plan: Plan) -> None:
                 f"layer {name!r} ({type(module).__name__}) has extra state, which only a pickle could hold; "
                 "save it yourself"
             )
+
+
+def _really_idle(small: nn.Module, plan: Plan) -> dict[str, str]:
+    """The modules that were replaced: ``compact_`` leaves them narrow, and they have weights to save."""
+    whole = {name for name, module in small.named_modules() if next(module.parameters(), None) is not None}
+    return {name: kind for name, kind in plan.idle.items() if name not in whole}
 
 
 def describe(small: nn.Module, files: dict[str, bytes]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from narrowgate import storage
 from narrowgate.atomic import new_folder, write_new
 from narrowgate.flow.cuts import Edit
+from narrowgate.flow.idle import beside_idle, shared_without_idle
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
 from narrowgate.flow.skeleton import skeleton
@@ -101,6 +102,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
     plan = storage.read_plan(path / storage.PLAN, meta)
     model = storage.build(builder, on_meta=True)
     check_fits(model, plan)
+    model, plan = shared_without_idle(model, plan.idle, plan.layout), beside_idle(plan)
     storage.put_frozen_gates_(model, meta["frozen_gates"], plan, weights)
     saved = {name for name, _ in tensors_of(model, persistent=True)}
     lost = [name for name, tensor in named_tensors(model) if name not in saved and not has_numbers(tensor)]

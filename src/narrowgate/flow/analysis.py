@@ -109,6 +109,7 @@ class Flow(Couplings):
         self.heads: list[Heads] = []
         self.whole: set[str] = set()  # layers that the scatter layout must leave whole
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
+        self.idle: set[str] = set()  # modules that are gone from what is replayed
         self.seen_in_training = True  # whether training mode, as far as it matters, does what this graph does
         self.replayed: tuple[dict[bool, list[Any]], str] | None = None
         self._backward: dict[Node, Backward] = {}

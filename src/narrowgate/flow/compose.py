@@ -35,6 +35,7 @@ def compose(first: Plan, second: Plan) -> Plan:
         {**first.widths, **second.widths},
         first.parameters_before,
         second.parameters_after,
+        {**first.idle, **second.idle},
     )
 
 

@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 
+class Zeros(nn.Module):
+    """In place of a module that gave nothing else, in the shape of its first argument."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(input)
+
+
 class IndexedLayer(nn.Module):
     """Mixin of all swapped classes: gather before, scatter after; constant output channels come from ``fill``."""
 

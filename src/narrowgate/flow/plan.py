@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from narrowgate.flow.bypassed import refuse_bypassed_gates
 from narrowgate.flow.cuts import Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import edit_of, left_by_group
+from narrowgate.flow.idle import beside_idle, idle_modules, shared_without_idle, without_idle
 from narrowgate.flow.numbers import needed_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
 from narrowgate.flow.rules import swept
@@ -56,6 +57,7 @@ class Plan:
         widths: attributes of blocks that get another number, such as a number of heads.
         parameters_before: of the model without gates.
         parameters_after: of the small model.
+        idle: modules that ``compact`` replaces by one that does as much: ``identity``, or ``zeros``.
     """
 
     layout: str
@@ -67,6 +69,7 @@ class Plan:
     widths: dict[str, int]
     parameters_before: int
     parameters_after: int
+    idle: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -100,6 +103,8 @@ class Plan:
         ]
         for row in self.rows:
             lines.append(f"  {row.layer:<{width}}  {row.total:>8} {row.used:>6} {row.kept:>6}   {row.why}".rstrip())
+        gone = [name for name in self.idle if not any(row.why.startswith(f"{name} ") for row in self.rows)]
+        lines += [f"  replaced as well, as nothing reads it: {', '.join(gone)}"] if gone else []
         return "\n".join([*lines, *_wall_lines(self.walls)])
 
 
@@ -195,12 +200,22 @@ def plan_traced(
     flow = swept(graph, plain, constants, closed, numbers)
     flow.walls += unknown_constants(flow)
     pin_training_only(flow, plain, example_inputs, tracer, refuse=to_cut)
+    decision, made = _settled(flow, plain, example_inputs, layout, round_to)
+    if training or not to_cut:
+        return made
+    return _with_idle(flow, decision, made, plain, example_inputs)
+
+
+def _settled(
+    flow: Flow, plain: nn.Module, example_inputs: ExampleInputs, layout: str, round_to: int
+) -> tuple[Decision, Plan]:
+    """A decision, and the plan of it, that the model runs with: what breaks is pinned, and all is decided again."""
     while True:
         decision = decide(flow, round_to)
         counts = needed_numbers(flow, decision, partial(_works, flow, decision, plain, example_inputs))
         made = build(flow, decision, plain, layout, counts)
         if layout == "scatter" and find_trouble(flow, decision, made, plain, example_inputs) is None:
-            return made  # so the aligned layout, with the same streams, would be well too
+            return decision, made  # so the aligned layout, with the same streams, would be well too
         aligned = made if layout == "aligned" else build(flow, decision, plain, "aligned", counts)
         if pin_what_breaks(flow, decision, aligned, plain, example_inputs):
             continue
@@ -210,7 +225,18 @@ def plan_traced(
             own = build(flow, decision, plain, layout, counts, norms=False)  # each with its own gather, to be timed
             flow.whole |= faster_whole(flow, decision, aligned.cuts, own.cuts, own.edits)
             made = build(flow, decision, plain, layout, counts)
+        return decision, made
+
+
+def _with_idle(flow: Flow, decision: Decision, made: Plan, plain: nn.Module, example_inputs: ExampleInputs) -> Plan:
+    """The plan with modules that do nothing any more taken out, if what is left runs as planned."""
+    idle = idle_modules(flow, decision, plain, example_inputs, made.layout)
+    if not idle:
         return made
+    left, found = shared_without_idle(plain, idle, made.layout), without_idle(made, idle, plain)
+    flow.replayed, flow.idle = None, set(idle)
+    trouble = find_trouble(flow, decision, beside_idle(found), left, example_inputs)
+    return found if trouble is None else made
 
 
 def _works(

@@ -185,16 +185,22 @@ def _takes_another_axis(large: Event, small: Event, after: list[int]) -> bool:
 
 def _wrong_split(flow: Flow, decision: Decision, large: list[Event], small: list[Event]) -> Trouble | None:
     """A view that takes the channel axis apart may let another part shrink than predicted, and permute channels."""
+    left = [node for node in flow.graph.nodes if not flow.idle or not _is_idle(flow, node)]
     apart = [node for node, state in flow.splits if not decision.kept[state.labels].all()]
     apart += [node for node, labels, _ in flow.parts if not decision.kept[labels].all()]
     for kind, shape in dict.fromkeys(map(_kind_and_shape, apart)):
-        alike = [node for node in flow.graph.nodes if node in flow.states and _kind_and_shape(node) == (kind, shape)]
+        alike = [node for node in left if node in flow.states and _kind_and_shape(node) == (kind, shape)]
         wanted = [_predicted_parts(flow, decision, node) for node in alike]
         got = [b.shape for a, b in zip(large, small, strict=True) if _kind(str(a.what[0])) == kind and a.shape == shape]
         if wanted != got:
             splits = tuple(node for node in apart if _kind_and_shape(node) == (kind, shape))
             return Trouble(None, f"a {kind} to {shape} became {got}, not {wanted}", splits)
     return None
+
+
+def _is_idle(flow: Flow, node: Node) -> bool:
+    """Whether an operation is in a module that is left out."""
+    return any(path in flow.idle for path, _ in (node.meta.get("nn_module_stack") or {}).values())
 
 
 def _kind(name: str) -> str | None:

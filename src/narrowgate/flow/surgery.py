@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.cuts import Cut, Edit
+from narrowgate.flow.idle import beside_idle, idle_parts
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.resize import resize_
 from narrowgate.flow.trace import first_names
@@ -29,7 +30,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     check_fits(model, plan)
     small = ungated(model)
     check_ties(small, plan)
-    replaced: dict[int, Tensor] = {}
+    replaced: dict[int, Any] = {}
     tensors = tensors_of(small)
     edited = edited_tensors(small, plan)
     for name, tensor in tensors.items():
@@ -40,9 +41,11 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new.contiguous(memory_format=format_of(tensor)), requires_grad=tensor.requires_grad)
         replaced[id(tensor)] = new
+    replaced |= idle_parts(small, plan.idle, plan.layout)
     small = copy_structure(small, replaced)  # not in the modules' tables alone: a list may hold parameters, too
-    _add_biases(small, plan, edited)
-    resize_(small, plan.edits, plan.widths)
+    left = beside_idle(plan)
+    _add_biases(small, left, edited)
+    resize_(small, left.edits, left.widths)
     return small
 
 
@@ -182,6 +185,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         module = modules.get(owner)
         if module is None or type(vars(module).get(attribute)) is not int:
             raise PlanError(f"this plan changes the number {name!r}, which {kind} lacks; plan again")
+    for name in plan.idle:
+        if name not in modules:
+            raise PlanError(f"this plan is for another model: it names the module {name!r}, which {kind} lacks")
     for name, edit in plan.edits.items():
         first, second = (*tensors[name].shape, 1)[:2]  # a norm's weight has one axis
         rows, columns = (second, first) if edit.transposed else (first, second)

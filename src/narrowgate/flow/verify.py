@@ -176,12 +176,12 @@ def _worst(
     if half is not None:
         floor = 2 * torch.finfo(half).eps if halves else TOLERANCE.get(half, 5e-2)
     with torch.random.fork_rng(devices=[]):
-        batches, expected = _that_run(model, alternatives)
+        batches, expected = that_run(model, alternatives)
         _refuse_nothing_to_compare(model, expected)
-        moved = [[_outputs(model, *pytree.tree_map(nudge, batch)) for batch in batches]]
+        moved = [[outputs_of(model, *pytree.tree_map(nudge, batch)) for batch in batches]]
         if halves and half is not None:
             _round_elsewhere_(model, halves, half)
-            moved.append([_outputs(model, *batch) for batch in batches])
+            moved.append([outputs_of(model, *batch) for batch in batches])
         results: list[Verification] = []
         for batch, want, others in zip(batches, expected, zip(*moved, strict=True), strict=True):
             try:
@@ -217,8 +217,8 @@ def _beside_all_rounding(
         other = copy_structure(model, {})
         for tensor in (*other.parameters(), *other.buffers()):
             tensor.copy_(nudge(tensor))
-        others.append(_outputs(other, *batch))
-        others.append(_outputs(copy_structure(model, {}).double(), *pytree.tree_map(_in_float64, batch)))
+        others.append(outputs_of(other, *batch))
+        others.append(outputs_of(copy_structure(model, {}).double(), *pytree.tree_map(_in_float64, batch)))
     if not others:
         return found
     again = _compare(want, _of_small(small, batch), others, Limits(of_weights=True))
@@ -229,14 +229,14 @@ def _in_float64(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _that_run(model: nn.Module, alternatives: Iterator[list[Inputs]]) -> tuple[list[Inputs], list[list[Tensor]]]:
+def that_run(model: nn.Module, alternatives: Iterator[list[Inputs]]) -> tuple[list[Inputs], list[list[Tensor]]]:
     """Those as given, and of each of the others the first that the model takes; what it gives out for them."""
     found = list(next(alternatives))
-    expected = [_outputs(model, *found[0])]
+    expected = [outputs_of(model, *found[0])]
     for several in alternatives:
         for batch in several:
             with contextlib.suppress(Exception):
-                outputs = _outputs(model, *batch)
+                outputs = outputs_of(model, *batch)
                 # view(-1, 64) takes images of another size for several: that is no use of the model.
                 if _one_for_each(expected[0], found[0]) == _one_for_each(outputs, batch):
                     expected.append(outputs)
@@ -253,7 +253,7 @@ def _one_for_each(outputs: list[Tensor], inputs: Inputs) -> list[bool]:
 
 def _of_small(small: nn.Module, batch: Inputs) -> list[Tensor]:
     try:
-        return _outputs(small, *batch)
+        return outputs_of(small, *batch)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise _SmallFails(f"the small model fails where the other runs: {reason}") from error
@@ -310,7 +310,7 @@ def _compare(
     return Verification(max_error, worst.relative, worst.noise, worst.allowed, (batch,), worst.where)
 
 
-def _outputs(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+def outputs_of(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     """What a model gives out; what it leaves in its buffers or inputs is undone, so that each call meets the same."""
     own: dict[int, Tensor] = {}  # what is given twice stays one tensor: attention asks whether it is
     args, kwargs = pytree.tree_map_only(Tensor, lambda given: own.setdefault(id(given), given.clone()), (args, kwargs))

@@ -14,7 +14,7 @@ function widths(run) {
   const overall = `${plural(run.layers.length, "layer")}: ${whole(totals[0])} of ${whole(totals[1])} channels kept`;
   const say = (layer) => {
     const idle = layer.kept - layer.used;
-    const extra = idle > 0 ? ` (${whole(idle)} of them idle here: ${layer.why || "kept for other layers"})` : "";
+    const extra = idle > 0 ? ` (${whole(idle)} of them idle here: ${layer.why || "kept for other layers"})` : layer.kept ? "" : ` (${layer.why})`;
     return `${layer.name}: ${whole(layer.kept)} of ${whole(layer.total)} channels kept${extra}`;
   };
   reading.textContent = overall;
