@@ -23,6 +23,7 @@ __all__ = [
     "attach_gates_",
     "compact",
     "compact_",
+    "coupled",
     "gates_of",
     "gathered",
     "load",
@@ -40,6 +41,7 @@ __all__ = [
 # A name is imported when it is first used: torch takes a second, which `narrowgate --help` need not wait for.
 _HOMES = {
     "narrowgate.attach": ("Gates", "attach_gates_", "gates_of", "merge_gates_", "plain_state_dict"),
+    "narrowgate.coupling": ("coupled",),
     "narrowgate.flow": ("CollapseError", "PlanError", "ReplayError", "TraceError", "compact", "compact_"),
     "narrowgate.flow.plan": ("Plan", "plan"),
     "narrowgate.flow.verify": ("Verification", "VerificationError", "verify"),
@@ -54,6 +56,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from narrowgate import norms, schedules
     from narrowgate.attach import Gates, attach_gates_, gates_of, merge_gates_, plain_state_dict
+    from narrowgate.coupling import coupled
     from narrowgate.flow import CollapseError, PlanError, ReplayError, TraceError, compact, compact_
 
     # From where they are, and not from narrowgate.flow: mypy takes plan and verify there for the modules.

@@ -16,7 +16,7 @@ from narrowgate.dtensors import check_whole
 from narrowgate.gated import has_gate
 from narrowgate.gates import ExponentialGate, Gate, GroupGate, HardConcreteGate, LinearGate
 from narrowgate.gateset import Gates, gates_of
-from narrowgate.groups import NAMES, Family
+from narrowgate.groups import COUPLED, NAMES, Coupled, Family, Part
 from narrowgate.listed import Listed, listed_groups
 from narrowgate.sites import (
     Site,
@@ -27,6 +27,7 @@ from narrowgate.sites import (
     find_sites,
     layers_of,
     may_be_kept_called,
+    norms_to_gate,
     reader_of,
 )
 from narrowgate.swap import (
@@ -50,7 +51,7 @@ def attach_gates_(
     model: nn.Module,
     kind: str = "exponential",
     *,
-    groups: str | Sequence[str] | Listed = "channels",
+    groups: str | Sequence[str] | Listed | Coupled = "channels",
     where: Where | None = None,
     placement: str = "before-norm",
     inputs: Where | None = None,
@@ -64,8 +65,9 @@ def attach_gates_(
     Args:
         kind: ``exponential`` (the paper's), ``linear`` (BatchNorm's own scale) or ``hard-concrete`` (L0).
         groups: what one number stands for: ``channels``, the ``neurons`` of MLPs, attention ``heads``, the branches of
-            residual ``blocks``, or several of these; or a mapping of names to lists of
-            ``(parameter name, axis, positions)``, each a group of your own.
+            residual ``blocks``, or several of these; what ``ng.coupled(model, example_inputs)`` found, for a channel of
+            a stream, whoever writes it; or a mapping of names to lists of ``(parameter name, axis, positions)``, each
+            a group of your own.
         where: ``(name, module) -> bool`` narrows the choice; for linear gates it sees the BatchNorms, for other groups
             the layer that would hold the gate.
         placement: ``before-norm`` gates the layer; ``after-norm`` gates the BatchNorm registered directly behind it,
@@ -113,13 +115,14 @@ def attach_gates_(
         shared = make(len(family.names)) if init is None else make(len(family.names), init)
         _put_family_(model, family, shared, keep_function)
         gates[family.label] = shared
-    prepare_gates_together_(model, {site.name: site.layer for site in sites})
+    several = {part.name: part.layer for family in families for part in family.parts}
+    prepare_gates_together_(model, {site.name: site.layer for site in sites} | several)
     return Gates(kind, gates, skipped)
 
 
 def _chosen(
     model: nn.Module,
-    groups: str | Sequence[str] | Listed,
+    groups: str | Sequence[str] | Listed | Coupled,
     where: Where | None,
     after_norm: bool,
     inputs: Where | None,
@@ -130,6 +133,10 @@ def _chosen(
     names = _group_names(groups)
     sites: list[Site] = []
     skipped: dict[str, str] = {}
+    if isinstance(groups, Coupled):
+        if last:
+            raise ValueError("last=True does not go with coupled channels, which leave out what the model gives out")
+        return _chosen_of_coupled(model, groups, where, after_norm, inputs, blocks)
     if "channels" in names:
         sites, skipped = find_sites(model, where, after_norm, inputs, blocks, last)
     elif inputs is not None or blocks is not None:
@@ -141,6 +148,38 @@ def _chosen(
     if not sites and not families:
         raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers_of(model)), skipped))
     return sites, families, skipped
+
+
+def _chosen_of_coupled(
+    model: nn.Module,
+    groups: Coupled,
+    where: Where | None,
+    after_norm: bool,
+    inputs: Where | None,
+    blocks: Where | None,
+) -> tuple[list[Site], list[Family], dict[str, str]]:
+    """The same for channels that several layers may share: those of a bundle are gated in all of its layers or none."""
+    layers = dict(layers_of(model))
+    for name in (*groups.alone, *(name for bundle in groups.bundles for name in bundle.layers)):
+        if name not in layers:
+            raise ValueError(
+                f"these coupled channels are of another model: {type(model).__name__} has no layer {name!r}"
+            )
+    out = {name for name in layers if where is not None and not where(name, layers[name])}
+    sites, skipped = find_sites(model, lambda name, _: name in {*groups.alone} - out, after_norm, inputs, blocks, True)
+    norms = norms_to_gate(model) if after_norm else {}
+    families = []
+    for bundle in groups.bundles:
+        if left_out := sorted(out & bundle.layers.keys()):
+            others = bundle.layers.keys() - out
+            skipped |= dict.fromkeys(others, f"it shares its channels with {left_out[0]}, which where= leaves out")
+            continue
+        places = [(norms.get(name, (name, layers[name])), numbers) for name, numbers in bundle.layers.items()]
+        parts = tuple(Part(name, layer, "gate", numbers) for (name, layer), numbers in places)
+        families.append(Family(parts[0].name, tuple(f"{parts[0].name}.{i}" for i in range(bundle.size)), parts))
+    if not sites and not families:
+        raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers), groups.held | skipped))
+    return sites, families, groups.held | skipped
 
 
 def _put_family_(model: nn.Module, family: Family, shared: Gate, keep_function: bool) -> None:
@@ -232,12 +271,14 @@ def _attach_linear_(model: nn.Module, where: Where | None, init: float | None) -
     return Gates("linear", gates, skipped)
 
 
-def _group_names(groups: str | Sequence[str] | Listed) -> tuple[str, ...]:
+def _group_names(groups: str | Sequence[str] | Listed | Coupled) -> tuple[str, ...]:
     """The kinds of groups that were asked for by name; none for groups of the user's own."""
-    if isinstance(groups, Mapping):
+    if isinstance(groups, (Mapping, Coupled)):
         return ()
     names = tuple(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else (groups,)
     for name in names or ("",):
+        if name == COUPLED:
+            raise ValueError("what is coupled shows when the model runs: pass groups=ng.coupled(model, example_inputs)")
         if name not in NAMES:
             raise ValueError(
                 f"unknown groups {name!r}; choose from {', '.join(NAMES)}, or give a mapping of names to lists of "

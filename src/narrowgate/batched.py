@@ -26,7 +26,7 @@ from narrowgate.gated import (
     autocast_dtype,
     saves_are_watched,
 )
-from narrowgate.gates import ExponentialGate, Gate, exponential_gate
+from narrowgate.gates import ExponentialGate, Gate, GroupGate, exponential_gate
 
 _ATTRIBUTE = "_narrowgate_layers"
 _ALIGNMENT = 16
@@ -118,7 +118,7 @@ def _modules_outside_compiled_ones(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_simple(layer: nn.Module) -> bool:
-    """One exponential gate on an axis of a plain parameter: what the batched computation covers."""
+    """One exponential gate on an axis of a plain parameter, its own or shared: what the batched computation covers."""
     if not isinstance(layer, (*_CASTS_UNDER_AUTOCAST, _GatedBatchNorm)) or (layer.gate is None) == (
         layer.gate_in is None
     ):
@@ -126,10 +126,10 @@ def _is_simple(layer: nn.Module) -> bool:
     weight, gate = layer._parameters.get("weight"), _only_gate(layer)
     return (
         weight is not None
-        and type(gate) is ExponentialGate
+        and type(gate.own) is ExponentialGate
         and gate.size == weight.shape[0 if layer.gate_in is None else 1]
         and type(weight) is nn.Parameter
-        and type(gate.g) is nn.Parameter
+        and type(gate.own.g) is nn.Parameter
         and not layer._forward_pre_hooks
         and not is_gathered(layer, weight)  # fully_shard reduces a block's gradients when the block's own backward ends
     )
@@ -160,7 +160,7 @@ def _prepare_rows(layers: dict[str, GatedLayer], values: _Values) -> None:
             if tensor is not None:
                 half = autocast_dtype(tensor) if isinstance(layer, _CASTS_UNDER_AUTOCAST) else None
                 rows = _rows(tensor)
-                trains = tensor.requires_grad or _only_gate(layer).learns
+                trains = tensor.requires_grad or _only_gate(layer).own.learns
                 alike = (key, rows.shape[1], tensor.dtype, tensor.device, half, trains)
                 stacks.setdefault(alike, []).append((layer, rows))
     made: dict[int, dict[str, Tensor]] = {id(layer): {} for layer in layers.values()}
@@ -189,8 +189,9 @@ class _Values:
     def __init__(self, layers: dict[str, GatedLayer]) -> None:
         groups: dict[Any, dict[str, GatedLayer]] = {}
         for name, layer in layers.items():
-            g = _only_gate(layer).g
-            groups.setdefault((g.device, g.dtype, g.requires_grad), {})[name] = layer
+            gate = _only_gate(layer)
+            g = gate.own.g
+            groups.setdefault((g.device, g.dtype, g.requires_grad, gate.own is gate), {})[name] = layer
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
         for members in groups.values():
@@ -205,14 +206,20 @@ class _Values:
         return torch.cat([self._pieces[id(layer)] for layer in layers])
 
     def _compute(self, members: dict[str, GatedLayer]) -> None:
-        numbers = {name: _only_gate(layer).g for name, layer in members.items()}
+        gates = {id(layer): _only_gate(layer) for layer in members.values()}
+        numbers = {id(gate.own): gate.own.g for gate in gates.values()}
         flat = torch.cat(list(numbers.values()))
         if flat.device.type == "cpu" and bool(flat.detach().sum().isnan()):
-            raise ValueError(nan_message([name for name, g in numbers.items() if g.isnan().any()]))
+            raise ValueError(
+                nan_message([name for name, each in members.items() if gates[id(each)].own.g.isnan().any()])
+            )
         whole = exponential_gate(flat)
-        ids = tuple(id(layer) for layer in members.values())
-        self._whole[ids] = whole
-        self._pieces.update(zip(ids, torch.split(whole, [g.numel() for g in numbers.values()]), strict=True))
+        values = dict(zip(numbers, torch.split(whole, [g.numel() for g in numbers.values()]), strict=True))
+        for layer, gate in gates.items():
+            value = values[id(gate.own)]
+            self._pieces[layer] = gate.spread(value) if isinstance(gate, GroupGate) else value
+        if not any(isinstance(gate, GroupGate) for gate in gates.values()):
+            self._whole[tuple(gates)] = whole
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

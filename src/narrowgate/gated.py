@@ -48,7 +48,7 @@ class GatedLayer(nn.Module):
         Or replaced, as by ``functional_call`` on a part of the model. And in another thread: a graph that two of them
         share can't be gone through backwards by both.
         """
-        gates = [gate.g for gate in (self.gate, self.gate_in) if gate is not None]
+        gates = [each.g for gate in (self.gate, self.gate_in) if gate is not None for each in (gate, gate.own)]
         tensors = [*(tensor for tensor in self._parameters.values() if tensor is not None), *gates]
         return [get_ident(), *(_mark(tensor) for tensor in tensors)]
 

@@ -95,6 +95,11 @@ class Gate(nn.Module):
         return self.g.numel()
 
     @property
+    def own(self) -> Gate:
+        """The gate whose numbers these are: itself, or the one that several layers share."""
+        return self
+
+    @property
     def learns(self) -> bool:
         """Whether training moves it; not where its parameter is frozen."""
         return self.g.requires_grad
@@ -244,15 +249,19 @@ class GroupGate(Gate):
         return self.shared.kind
 
     @property
+    def own(self) -> Gate:
+        return self.shared
+
+    @property
     def numbers(self) -> Tensor:
         """The number of each row's or column's group, -1 for one that is in none."""
         return self.g.round().long()
 
     def value(self) -> Tensor:
-        return self._spread(self.shared.value())
+        return self.spread(self.shared.value())
 
     def final_value(self) -> Tensor:
-        return self._spread(self.shared.final_value())
+        return self.spread(self.shared.final_value())
 
     def _started(self, empty: Tensor) -> Tensor:
         # After a cut only a checkpoint of the cut model fits, and it has them.
@@ -260,9 +269,11 @@ class GroupGate(Gate):
             empty.copy_(torch.tensor(self._numbers, device=empty.device)) if len(empty) == len(self._numbers) else empty
         )
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         """A factor for each row or column: its group's, and 1 for one that is in no group."""
         values = values.to(self.g.device)
+        if len(self.g) == len(self._numbers) and self._numbers == tuple(range(len(values))):
+            return values  # as they come; after a cut, fewer are left
         return torch.cat([values, values.new_ones(1)])[self.numbers]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from narrowgate.swap import full_name, has_gated_class, in_channels, is_conv1d, out_channels
 
 NAMES = ("channels", "neurons", "heads", "blocks")
+COUPLED = "coupled"
 
 # How many heads there are, and the layer that reads them.
 _ATTENTION = (
@@ -75,6 +76,45 @@ class Family:
     label: str
     names: tuple[str, ...]
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Channels that several outputs, of one layer or more, can only lose together.
+
+    ``layers`` are those that a gate has to close; of each output, which of the ``size`` channels it writes, or -1.
+    """
+
+    size: int
+    layers: dict[str, tuple[int, ...]]
+
+    @property
+    def label(self) -> str:
+        """What its gates are called: by the first of its layers."""
+        return next(iter(self.layers))
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """Which layers share channels, as ``ng.coupled`` finds them: a choice of gates for ``attach_gates_``.
+
+    ``alone`` are layers that share none, and ``held`` those that get no gate, and why.
+    """
+
+    bundles: tuple[Bundle, ...]
+    alone: tuple[str, ...]
+    held: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max([len(bundle.label) for bundle in self.bundles] + [len(name) for name in self.held], default=0)
+        sets, alone = len(self.bundles), len(self.alone)
+        lines = [
+            f"Coupled: {sets} set{'s' * (sets != 1)} of shared channels, {alone} layer{'s' * (alone != 1)} alone",
+        ]
+        for bundle in self.bundles:
+            others = ", ".join(name for name in bundle.layers if name != bundle.label)
+            lines.append(f"  {bundle.label:<{width}}  {bundle.size:>6}  {'with ' + others if others else ''}".rstrip())
+        return "\n".join([*lines, *(f"  {name:<{width}}  no gate: {why}" for name, why in self.held.items())])
 
 
 def heads_of(model: nn.Module) -> Iterator[Family]:

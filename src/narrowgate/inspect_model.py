@@ -13,7 +13,7 @@ from torch import nn
 from narrowgate.attach import attach_gates_
 from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.copies import copy_structure
-from narrowgate.flow.decide import CollapseError, _components
+from narrowgate.flow.decide import CollapseError, components
 from narrowgate.flow.plan import Plan, plan
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import PINNED, Labels
@@ -97,7 +97,7 @@ def inspect_model(model: nn.Module, example_inputs: ExampleInputs, *, made_by: P
     layers = dict(layers_of(ungated(model)))
     with without_gc():
         flow = _flow(model, example_inputs)
-    root = _components(flow.label_count, flow.edges)
+    root = components(flow.label_count, flow.edges)
     mixers = [mixer for mixer in flow.mixers if mixer.layer in layers]
     trial = _trial(model, example_inputs, [mixer for mixer in mixers if mixer.layer in gates], root)
     facts = _Facts(

@@ -72,10 +72,8 @@ def find_sites(
 ) -> tuple[list[Site], dict[str, str]]:
     """The gates to make, in the model's order, and why a layer was skipped; nothing is changed."""
     skipped: dict[str, str] = {}
-    refused = _refusals(model)
-    # A norm whose scale is another's too would take that one's gate into both: its layer is gated itself.
-    found = norms_that_follow(model).items() if after_norm else ()
-    followers = {name: norm for name, norm in found if norm[0] not in refused}
+    refused = refusals(model)
+    followers = norms_to_gate(model) if after_norm else {}
     inputs = inputs or _inputs_named_in(model)
     layers = layers_of(model)
     sites: list[Site] = []
@@ -104,7 +102,7 @@ def find_groups(
 ) -> tuple[list[Site], list[Family], dict[str, str]]:
     """The gates to make for neurons, and the families of heads and blocks; why a layer was skipped."""
     skipped: dict[str, str] = {}
-    refused = _refusals(model)
+    refused = refusals(model)
 
     def chosen(name: str, layer: nn.Module) -> bool:
         if where is not None and not where(name, layer):
@@ -155,7 +153,7 @@ def is_own_encoder_layer(module: nn.Module) -> bool:
 def check_families(model: nn.Module, families: list[Family], sites: list[Site], kind: str, keep_function: bool) -> None:
     """Raise if a family's gate can't go where it should, before anything is touched."""
     seen = {(site.layer, site.key) for site in sites}
-    refused = _refusals(model) if families else {}
+    refused = refusals(model) if families else {}
     labels = {module.label for module in model.modules() if isinstance(module, GroupGate)}
     for family in families:
         if family.label in labels:
@@ -186,7 +184,7 @@ def check_sites(sites: list[Site], keep_function: bool) -> None:
         check_gate_fits(site.name, site.layer, site.key, keep_function, site.remedy)
 
 
-def _refusals(model: nn.Module) -> dict[str, str]:
+def refusals(model: nn.Module) -> dict[str, str]:
     """Layers whose gate would not do what it says: weights used without the layer, or shared with another one."""
     refused: dict[str, str] = {}
     owners: dict[int, list[str]] = {}
@@ -210,6 +208,15 @@ def _refusals(model: nn.Module) -> dict[str, str]:
             others = ", ".join(other for other in names if other != name)
             refused[name] = f"its weight is shared with {others or 'itself'}, which a gate would split"
     return refused
+
+
+def norms_to_gate(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """The norms that take the gates of the layers in front of them, by those layers' names.
+
+    Not one whose scale is another's too, which would take that one's gate into both: its layer is gated itself.
+    """
+    refused = refusals(model)
+    return {name: norm for name, norm in norms_that_follow(model).items() if norm[0] not in refused}
 
 
 def norms_that_follow(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:

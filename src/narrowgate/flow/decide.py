@@ -36,7 +36,7 @@ class _Classes:
     """Labels in classes that stay or go together; keeping one keeps its class."""
 
     def __init__(self, flow: Flow) -> None:
-        self.root = _components(flow.label_count, flow.edges)
+        self.root = components(flow.label_count, flow.edges)
         self.kept = np.zeros(flow.label_count, bool)  # indexed by root
         self.why = np.full(flow.label_count, "", object)
 
@@ -142,7 +142,7 @@ def _check_collapse(flow: Flow) -> None:
     )
 
 
-def _components(count: int, edges: list[tuple[Labels, Labels]]) -> Labels:
+def components(count: int, edges: list[tuple[Labels, Labels]]) -> Labels:
     """The smallest label of each label's connected component."""
     root = np.arange(count)
     if not edges:

@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgate.attach import attach_gates_
+from narrowgate.coupling import coupled
+from narrowgate.gates import GroupGate
 from narrowgate.gateset import Gates
+from narrowgate.groups import COUPLED
 from narrowgate.rivals.filters import filters_of
 from narrowgate.rivals.scaling import use_scaling_gates_
 from narrowgate.rivals.wiring import memory_weights, rescale_
@@ -27,7 +30,7 @@ def attach(recipe: Recipe, model: nn.Module, example: Tensor) -> Gates | None:
         return None
     _check_names(recipe, model)
     try:
-        gates = _attached(part, model)
+        gates = _attached(part, model, example)
     except ValueError as error:
         raise RecipeError(
             f"the gates of the recipe don't fit the network: {error}{_remedy(recipe)}", "gates.kind"
@@ -53,7 +56,7 @@ def _check_names(recipe: Recipe, model: nn.Module) -> None:
                 )
 
 
-def _attached(part: GatesPart, model: nn.Module) -> Gates:
+def _attached(part: GatesPart, model: nn.Module, example: Tensor) -> Gates:
     skipped = _named(*part.skip)
 
     def where(name: str, module: nn.Module) -> bool:
@@ -65,7 +68,8 @@ def _attached(part: GatesPart, model: nn.Module) -> Gates:
     if part.kind.startswith("filter"):
         columns = inputs or (_named() if part.kind == "filter-l1" else None)  # Li et al. prune filters alone
         return filters_of(model, int(part.kind[-1]), where, columns)
-    options: dict[str, Any] = {"where": where, "placement": part.placement, "inputs": inputs, "groups": part.groups}
+    groups = coupled(model, example) if COUPLED in part.groups else part.groups
+    options: dict[str, Any] = {"where": where, "placement": part.placement, "inputs": inputs, "groups": groups}
     if part.kind == "scaling":
         attach_gates_(model, **options)
         return use_scaling_gates_(model, 1.0 if part.init is None else part.init)
@@ -81,7 +85,15 @@ def weights_of(recipe: Recipe, model: nn.Module, gates: Gates, example: Tensor) 
         weights = {name: found[name] for name in gates}
     elif part.weights == "parameters":
         layers = {norm: layer for layer, (norm, _) in norms_that_follow(model).items()}  # of gates after the norm
-        weights = {name: _parameters(model, layers.get(name, name), gates[name].size) for name in gates}
+        places: dict[str, list[str]] = {}  # of gates that several layers share
+        for name, module in model.named_modules():
+            if isinstance(module, GroupGate):
+                places.setdefault(module.label, []).append(name.rpartition(".")[0])
+        for name in gates:
+            rules = (
+                _parameters(model, layers.get(place, place), gates[name].size) for place in places.get(name, [name])
+            )
+            weights[name] = sum(rules)
     for pattern, factor in part.factors.items():
         matching = [name for name in gates if fnmatchcase(name, pattern)]
         if not matching:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from narrowgate.attach import KINDS as GATES
 from narrowgate.attach import PLACEMENTS
+from narrowgate.groups import COUPLED
 from narrowgate.groups import NAMES as GROUPS
 from narrowgate.penalties import KINDS as PENALTIES
 from narrowgate.rivals.methods import AS_WRITTEN, METHODS
@@ -72,8 +73,9 @@ class GatesPart(Part):
     groups: tuple[str, ...] = field(
         default=("channels",),
         metadata=key(
-            Many(Text(GROUPS)),
-            "what a gate stands for: channels, neurons of MLPs, attention heads, residual blocks, or several of these",
+            Many(Text((*GROUPS, COUPLED))),
+            "what a gate stands for: channels, neurons of MLPs, attention heads, residual blocks, or several of these; "
+            "or `coupled` alone: a channel of a stream, with all layers that write it",
         ),
     )
     rescale: float = field(

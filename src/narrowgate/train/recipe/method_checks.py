@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from narrowgate.groups import COUPLED
 from narrowgate.rivals.methods import METHODS
 from narrowgate.train.recipe.checks import refuse
 from narrowgate.train.recipe.gating import RIVALS, GatesPart, MethodPart, PenaltyPart
@@ -66,6 +67,8 @@ def _check_gates(gates: GatesPart, budget: BudgetPart, shrink: ShrinkPart) -> No
         raise refuse("BatchNorm scales are where they are; leave it out", (gates, "inputs"), (gates, "kind"))
     if gates.groups != ("channels",) and (gates.kind in ("linear", "none") or filters):
         raise refuse('these are one a channel; leave it at ["channels"]', (gates, "groups"), (gates, "kind"))
+    if COUPLED in gates.groups and len(gates.groups) > 1:
+        raise refuse(f'"{COUPLED}" is a choice of all gates; leave the others out', (gates, "groups"))
     if not gates.groups:
         raise refuse('name some, for example ["channels"]; no gates at all are gates.kind = "none"', (gates, "groups"))
     if gates.kind in RIVALS[1:] and gates.placement != "before-norm":
@@ -81,7 +84,7 @@ def _check_weights(gates: GatesPart, penalty: PenaltyPart) -> None:
         raise refuse(
             'a BatchNorm\'s scale rules over layers beside it; use "memory"', (penalty, "weights"), (gates, "kind")
         )
-    if penalty.weights == "parameters" and not {"channels", "neurons"}.issuperset(gates.groups):
+    if penalty.weights == "parameters" and not {"channels", "neurons", COUPLED}.issuperset(gates.groups):
         raise refuse('only a channel\'s parameters are counted; use "equal"', (penalty, "weights"), (gates, "groups"))
     for layer, factor in penalty.factors.items():
         try:
