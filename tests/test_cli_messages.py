@@ -130,11 +130,6 @@ def test_wrong_usage_ends_with_2_and_says_what_would_do(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "lenet6"), "there is no network 'lenet6'; did you mean lenet5"),
-        (("inspect", "runs/none"), "there is no folder runs/none"),
-        (("inspect", "lenet5", "--image-shape", "3,32,32"), "lenet5 takes images of 1x28x28"),
-        (("export", "torchvision/resnet19", "--out", "x.onnx"), "torchvision has no image classifier 'resnet19'"),
-        (("measure", "no.such.module:make", "--image-shape", "1,8,8"), "can't be imported"),
         (("inspect", "narrowgate.models:LeNet5", "--image-shape", "3,28,28"), "to have 1 channels, but got 3"),
     ],
 )

@@ -382,5 +382,5 @@ def test_the_command(run, tmp_path):
     failed = CliRunner().invoke(
         build_app(), ["report", str(run), str(tmp_path / "new"), "--out", str(tmp_path / "b.html")]
     )
-    assert failed.exit_code == 1 and not (tmp_path / "b.html").exists()
+    assert failed.exit_code == 2 and not (tmp_path / "b.html").exists()
     assert failed.stderr.startswith("narrowgate: ") and failed.stderr.count("\n") == 1

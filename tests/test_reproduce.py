@@ -480,5 +480,5 @@ def test_a_place_for_figures_and_figures_go_together(arguments, message):
 def test_record_and_reproduce_say_what_is_wrong(tmp_path):
     for arguments in (["record", str(tmp_path), "--out", str(tmp_path / "a.json")], ["reproduce", "--results", "no"]):
         result = CliRunner().invoke(cli.build_app(), arguments)
-        assert result.exit_code == 1 and result.output.startswith("narrowgate: ")
+        assert result.exit_code == 2 and result.output.startswith("narrowgate: ")
     assert not (tmp_path / "a.json").exists()

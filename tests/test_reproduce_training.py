@@ -146,4 +146,4 @@ def test_a_gpu_that_is_not_there_is_told_once(reproduce):
 def test_missing_images_stop_all(tmp_path):
     words = ["reproduce", "mnist", "--train", "--recipes", str(PAPERS), "--results", str(tmp_path / "results")]
     done = CliRunner().invoke(cli.build_app(), [*words, "--data", str(tmp_path / "no.npz"), "--runs", str(tmp_path)])
-    assert done.exit_code == 1 and "no.npz does not exist" in done.stderr
+    assert done.exit_code == 2 and "no.npz does not exist" in done.stderr

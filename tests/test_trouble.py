@@ -1,15 +1,18 @@
 """What a command says when it can't go on: one line, what to do, and a status."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from engine_helpers import LENET, train, write_images
 
+import narrowgate as ng
 from narrowgate import cli, models, trouble
 from narrowgate.commands import NAMES
 from narrowgate.train import checkpoint
@@ -26,10 +29,10 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
 
 
-def said(*arguments):
-    """What a command says when it ends with 1, in one line."""
+def said(*arguments, code=1):
+    """What a command says when it ends with this status, in one line."""
     result = invoke(*arguments)
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code and isinstance(result.exception, SystemExit), result.exception
     assert result.stderr.startswith("narrowgate: ") and result.stderr.count("\n") == 1
     return result.stderr.removeprefix("narrowgate: ").rstrip()
 
@@ -68,6 +71,11 @@ def test_of_several_processes_one_speaks(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended, told_in_one_line():
             raise OSError("full")
         assert ended.value.code == 1 and capsys.readouterr().err.count("\n") == lines
+
+
+def test_errors_about_the_call_are_errors_of_the_package():
+    source = "".join(path.read_text() for path in Path(ng.__file__).parent.rglob("*.py"))
+    assert set(trouble._OF_THE_CALL) <= set(re.findall(r"^class (\w+)\(", source, re.MULTILINE))
 
 
 def test_a_bug_is_raised_as_it_is():
@@ -113,11 +121,11 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     assert (process.returncode, error) == (130, "narrowgate: stopped\n")
 
 
-def test_a_command_that_fails_in_a_process_of_its_own(tmp_path):
+def test_a_wrong_call_in_a_process_of_its_own(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "narrowgate", "report", str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert "give a folder that narrowgate train wrote, such as runs/NAME" in done.stderr
 
 
@@ -126,12 +134,13 @@ def test_a_damaged_run_is_named_with_a_remedy(damaged, tmp_path, file):
     whole = (damaged / file).read_bytes()
     (damaged / file).write_bytes(whole[: len(whole) // 2])
     name = file.rpartition("/")[2]
-    assert name in said("inspect", damaged)
-    assert name in said("export", damaged, "--out", tmp_path / "x.pt2")
+    code = 2 if name == "recipe.toml" else 1  # as of any recipe with an error
+    assert name in said("inspect", damaged, code=code)
+    assert name in said("export", damaged, "--out", tmp_path / "x.pt2", code=code)
     if name == "model.safetensors":  # which a report has no need of
         assert invoke("report", damaged, "--out", tmp_path / "x.html").exit_code == 0
     else:
-        assert name in said("report", damaged, "--out", tmp_path / "x.html")
+        assert name in said("report", damaged, "--out", tmp_path / "x.html", code=code)
     if name == "result.json":
         assert "delete it, and narrowgate train ... --resume" in said("inspect", damaged)
 
@@ -149,7 +158,7 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "file").write_text("")
-    assert f"{tmp_path / 'file'}: " in said("export", "lenet5", "--out", tmp_path / "file" / "x.pt2")
+    assert f"{tmp_path / 'file'}: " in said("export", "lenet5", "--out", tmp_path / "file" / "x.pt2", code=2)
     monkeypatch.setattr("pathlib.Path.touch", deny)
     out = tmp_path / "x.pt2"
     assert said("export", "lenet5", "--out", out) == f"can't write {out}: Permission denied; choose another --out"
@@ -158,7 +167,7 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path, monkeypatch):
 def test_a_mistyped_folder_may_be_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wanted = "there is no folder my-run, and there is no network 'my-run'. There are lenet5, resnet164"
-    assert said("inspect", "my-run").startswith(wanted)
+    assert said("inspect", "my-run", code=2).startswith(wanted)
 
 
 def complete(*words):

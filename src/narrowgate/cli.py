@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations" here: typer reads the options' types of a function inside a function.
 import io
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -83,6 +84,8 @@ def build_app() -> "typer.Typer":
         """
         from narrowgate.demo import Settings, run
 
+        if math.isinf(strength):
+            raise typer.BadParameter("must be a finite number", param_hint="--strength")
         outcome = run(Settings(epochs, seed, penalty, strength, placement))
         if outcome.closed == 0:
             typer.echo("No gate closed, so there is nothing to remove: raise --strength or --epochs.", err=True)
@@ -106,7 +109,9 @@ def build_app() -> "typer.Typer":
             bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
         ] = False,
         download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data.")] = False,
-        accelerator: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or auto.")] = "auto",
+        accelerator: Annotated[
+            Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train; auto: on a GPU if there is one.")
+        ] = "auto",
         devices: Annotated[
             int, typer.Option(min=1, metavar="N", help="Processes on each machine; each takes train.batch images.")
         ] = 1,

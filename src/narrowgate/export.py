@@ -32,6 +32,10 @@ class ExportError(RuntimeError):
     """A network that can't be written as asked, or a file that does not compute what the network does."""
 
 
+class TargetError(ExportError):
+    """A file that is not to be written under this name."""
+
+
 @dataclass(frozen=True)
 class Exported:
     """A written file: where, how large, and how far its outputs are from the network's at ``batches`` sizes."""
@@ -60,11 +64,11 @@ def export(model: nn.Module, example: Tensor, path: str | Path, *, format: str =
         raise ExportError("the example must be one tensor whose first axis is the batch, of one sample or more")
     target = Path(path)
     if target.is_dir():
-        raise ExportError(
+        raise TargetError(
             f"{target} is a folder; give the name of a file, such as {target / 'model'}{SUFFIXES[format]}"
         )
     if target.suffix != SUFFIXES[format] and target.suffix in SUFFIXES.values():
-        raise ExportError(
+        raise TargetError(
             f"{target} is named as another format's file; write {target.with_suffix(SUFFIXES[format])} for {format}"
         )
     model = uncompiled(model)

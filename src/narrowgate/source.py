@@ -19,11 +19,12 @@ from torch.nn.parameter import is_lazy
 
 from narrowgate.atomic import surviving_folder
 from narrowgate.flow.plan import Plan, plan
-from narrowgate.flow.surgery import compact
+from narrowgate.flow.surgery import PlanError, compact
 from narrowgate.measure.zeroed import zero_channels_
-from narrowgate.models.registry import ModelError, Shape, build, names
-from narrowgate.storage import META, PLAN, load
+from narrowgate.models.registry import MissingLibraryError, ModelError, Shape, build, names
+from narrowgate.storage import META, PLAN, load, read_meta
 from narrowgate.train.run_folder import RECIPE, RESULT, SMALL
+from narrowgate.weights import OtherModelError
 
 _KNOWN_DATA: dict[str, tuple[int, Shape]] = {
     "mnist": (10, (1, 28, 28)),
@@ -36,6 +37,10 @@ _IMAGENET: tuple[int, Shape] = (1000, (3, 224, 224))
 
 class SourceError(ValueError):
     """Something that is no network here; says what would do."""
+
+
+class OwnCodeError(SourceError):
+    """Code that a person wrote to make a network, and that fails."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,14 @@ def _of_images(shape: tuple[int, ...] | None) -> Shape | None:
 
 def _of_folder(folder: Path, model: str, classes: int | None, image_shape: tuple[int, ...] | None) -> Source:
     builder, shape = _builder(model, classes, image_shape)
-    return _with_small(str(folder), builder, folder, shape)
+    try:
+        return _with_small(str(folder), builder, folder, shape)
+    except (PlanError, OtherModelError) as error:
+        saved = read_meta((surviving_folder(folder.resolve()) or folder) / META)["class"]
+        raise SourceError(
+            f"{folder} holds a {saved}, and --model {model} makes another network: give the one that was saved, at its "
+            "full size, and --classes and --image-shape where they are not the usual ones"
+        ) from error
 
 
 def _with_small(name: str, builder: Callable[[], nn.Module], folder: Path, shape: tuple[int, ...]) -> Source:
@@ -193,7 +205,7 @@ def _usual(name: str) -> tuple[int, Shape]:
         try:
             import timm
         except ImportError as error:
-            raise ModelError(f"{name} needs timm: pip install timm") from error
+            raise MissingLibraryError(f"{name} needs timm: pip install timm") from error
         settings = timm.get_pretrained_cfg(rest) if timm.is_model(rest) else None
         if settings is not None:
             channels, height, width = settings.input_size
@@ -216,7 +228,7 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise SourceError(f"{name} can't be imported: {error}") from error
     except Exception as error:  # of the module's own code
-        raise SourceError(f"{name} can't be imported: {_told(error)}") from error
+        raise OwnCodeError(f"{name} can't be imported: {_told(error)}") from error
     finally:
         sys.path.pop(0)
     if not callable(function) or isinstance(function, nn.Module):
@@ -248,7 +260,7 @@ def _made_by(name: str, function: Callable[[], Any]) -> nn.Module:
     try:
         model = function()
     except Exception as error:
-        raise SourceError(f"{name} failed: {_told(error, function)}") from error
+        raise OwnCodeError(f"{name} failed: {_told(error, function)}") from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"{name} returned a {type(model).__name__}; it must return the network, an nn.Module")
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -78,7 +78,7 @@ def load(folder: str | Path, builder: Callable[[], nn.Module]) -> nn.Module:
         convert_(model, {**{name: str(tensor.dtype) for name, tensor in weights.items()}, **meta["dtypes"]})
         small = compact(model, plan)
     except StorageError as error:
-        raise StorageError(f"{error}{_earlier_cuts(model, plan, weights)}") from error
+        raise type(error)(f"{error}{_earlier_cuts(model, plan, weights)}") from error
     except (PlanError, AttributeError, KeyError, IndexError) as error:
         if isinstance(error, TiesError):
             check_same_ties(model, meta["tied"], path / WEIGHTS)

@@ -1,4 +1,4 @@
-"""What a command says when it can't go on, and the status that it ends with: 1, or 130 after Ctrl-C."""
+"""What a command says when it can't go on, and its status: 2 for a wrong call, 1 for a failure, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ _INSTALL = {
     "ray": '".[sweep]"',
 }
 
+_OF_THE_CALL = (
+    "ChoiceError",
+    "DataError",
+    "ModelError",
+    "RecipeError",
+    "RecordError",
+    "ReportError",
+    "SourceError",
+    "SweepError",
+    "TargetError",
+)
+"""Errors about what was typed: an option, a recipe, a file or folder. What is derived from one of them is a failure."""
+_WRONG_PLACES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
 
 @contextmanager
 def told_in_one_line(stopped: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
@@ -41,7 +55,7 @@ def told_in_one_line(stopped: Callable[[], str] = lambda: "stopped") -> Iterator
         message = message_of(error)
         if message is None:
             raise
-        _end(message, 1)
+        _end(message, status_of(error))
 
 
 def tell_own_warnings_in_one_line() -> None:
@@ -72,6 +86,11 @@ def message_of(error: Exception) -> str | None:
     kind = type(error)
     ours = kind.__module__.partition(".")[0] == "narrowgate" and not kind.__name__.startswith("_")
     return str(error) if ours else None
+
+
+def status_of(error: Exception) -> int:
+    """2 where the command was called wrongly, 1 where it was called rightly and failed."""
+    return 2 if type(error).__name__ in _OF_THE_CALL or isinstance(error, _WRONG_PLACES) else 1
 
 
 def _end(message: str, status: int) -> NoReturn:

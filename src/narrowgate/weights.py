@@ -13,6 +13,10 @@ class StorageError(ValueError):
     """A model can't be saved like this, or a saved one can't be read."""
 
 
+class OtherModelError(StorageError):
+    """A saved model is of another model than the one given."""
+
+
 def tensors_of(model: nn.Module, *, persistent: bool = False) -> list[tuple[str, Tensor]]:
     """All parameters and buffers by every name they have; ``persistent``: only those that belong in a file."""
     found = []
@@ -82,7 +86,7 @@ def check_shapes(places: dict[str, Tensor], weights: dict[str, Tensor], path: Pa
     """Raise unless every tensor has the shape of the weight of its name, if there is one."""
     for name, tensor in places.items():
         if name in weights and tensor.shape != weights[name].shape:
-            raise StorageError(
+            raise OtherModelError(
                 f"{path} is of another model than builder() makes: {name!r} has shape {tuple(weights[name].shape)} "
                 f"in the file and {tuple(tensor.shape)} in the model"
             )
@@ -93,7 +97,7 @@ def check_same_ties(model: nn.Module, tied: dict[str, str], path: Path) -> dict[
     ties = ties_of(model)
     if ties != tied:
         odd = sorted(set(ties.items()) ^ set(tied.items()))[0]
-        raise StorageError(
+        raise OtherModelError(
             f"{path}: {odd[0]!r} and {odd[1]!r} are one tensor in only one of the saved model and builder()'s; "
             "builder has to tie the same weights"
         )
@@ -106,7 +110,7 @@ def fill_(small: nn.Module, weights: dict[str, Tensor], tied: dict[str, str], pa
     places = {name: tensor for name, tensor in tensors_of(small, persistent=True) if name not in ties}
     if places.keys() != weights.keys():
         odd_names = sorted(places.keys() ^ weights.keys())
-        raise StorageError(f"{path} is of another model than builder() makes: only one of them has {odd_names[0]!r}")
+        raise OtherModelError(f"{path} is of another model than builder() makes: only one of them has {odd_names[0]!r}")
     check_shapes(places, weights, path)
     for name, tensor in places.items():
         tensor.data = weights[name].to(tensor.device, copy=True)

@@ -24,6 +24,10 @@ class ModelError(ValueError):
     """A network that can't be built as asked; says why, and what would do."""
 
 
+class MissingLibraryError(ModelError):
+    """The library that the network is of is not installed."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """One of the paper's networks: what makes it, and which images it takes, of one shape or of ``side`` and more."""
@@ -103,7 +107,7 @@ def _from_torchvision(name: str, classes: int, shape: Shape, options: dict[str, 
         with _outside_devices():
             from torchvision import models
     except ImportError as error:
-        raise ModelError(
+        raise MissingLibraryError(
             f"torchvision/{name} needs torchvision: pip install '.[train]' in the checkout of narrowgate"
         ) from error
     known = models.list_models(module=models)
@@ -137,7 +141,7 @@ def _from_timm(name: str, classes: int, shape: Shape, options: dict[str, Any]) -
         with _outside_devices():
             import timm
     except ImportError as error:
-        raise ModelError(f"timm/{name} needs timm: pip install timm") from error
+        raise MissingLibraryError(f"timm/{name} needs timm: pip install timm") from error
     if not timm.is_model(name):
         raise ModelError(_unknown(name, timm.list_models(), "timm has no model") + " See timm.list_models()")
     try:

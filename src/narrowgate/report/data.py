@@ -12,7 +12,11 @@ COLUMNS = ("epoch", "accuracy", "train_accuracy", "closed", "parameters", "multi
 
 
 class ReportError(ValueError):
-    """Something that is no run, or a file of it that can't be read; says what would do."""
+    """Something that is no run; says what would do."""
+
+
+class DamagedRunError(ReportError):
+    """A run with a file that can't be read; says which, and what to do."""
 
 
 @dataclass(frozen=True)

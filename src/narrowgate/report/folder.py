@@ -15,6 +15,7 @@ from narrowgate.measure.timings import Latency
 from narrowgate.report.data import (
     COLUMNS,
     Constants,
+    DamagedRunError,
     Histograms,
     Layer,
     Numbers,
@@ -65,7 +66,9 @@ def read_folder(folder: Path) -> RunData:
             recipe=recipe.to_toml(),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError(f"{folder} can't be read as a run ({type(error).__name__}: {error}): {_REMEDY}") from error
+        raise DamagedRunError(
+            f"{folder} can't be read as a run ({type(error).__name__}: {error}): {_REMEDY}"
+        ) from error
 
 
 def plan_parts(plan: Plan | None) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def _plan(path: Path) -> Plan | None:
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"{path}: {error}: {_REMEDY}") from error
+        raise DamagedRunError(f"{path}: {error}: {_REMEDY}") from error
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -178,9 +181,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error}): {_REMEDY}") from error
+        raise DamagedRunError(f"{path} is not JSON ({error}): {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise ReportError(f"{path} holds a {type(value).__name__}, not an object")
+        raise DamagedRunError(f"{path} holds a {type(value).__name__}, not an object")
     return value
 
 

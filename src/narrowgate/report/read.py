@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgate.report.data import COLUMNS, Layer, Numbers, ReportError, RunData, clean, describe, facts
+from narrowgate.report.data import (
+    COLUMNS,
+    DamagedRunError,
+    Layer,
+    Numbers,
+    ReportError,
+    RunData,
+    clean,
+    describe,
+    facts,
+)
 from narrowgate.report.folder import read_folder
 from narrowgate.reproduce.record import WHAT
 from narrowgate.train.recipe.toml import write_value
@@ -53,7 +63,7 @@ def _of_record(path: Path) -> RunData:
     try:
         return _from_record(path.stem, record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError(f"{path} can't be read as a record ({type(error).__name__}: {error})") from error
+        raise DamagedRunError(f"{path} can't be read as a record ({type(error).__name__}: {error})") from error
 
 
 def _from_record(name: str, record: dict[str, Any]) -> RunData:

@@ -34,6 +34,10 @@ THRESHOLDS = (0.0, *(float(f"{digit}e{power}") for power in range(-8, 0) for dig
 Show = Callable[[Iterable[float]], Iterable[float]]
 
 
+class NoDeviceError(RecordError):
+    """This machine can't compute there."""
+
+
 @dataclass(frozen=True)
 class CurvePoint:
     """A network with every gate up to a threshold closed; ``parameters`` is None where nothing would be left."""
@@ -101,9 +105,13 @@ def curve_of_run(
     if recipe.gates.kind.startswith("filter"):
         raise RecordError(f"{folder} measured filters, which are no gates: leave out --curve")
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # an assertion: PyTorch was built without CUDA
+        wanted = torch.device(device)
+    except RuntimeError as error:
         raise RecordError(f"can't compute on --device {device}: {error}") from error
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:  # an assertion: PyTorch was built without CUDA
+        raise NoDeviceError(f"can't compute on --device {device}: {error}") from error
     data = load_data(recipe.data, data_path, False, recipe.train.seed)
     place = Place(torch.device(device))
     example = next(held_out_batches(data, "held-out", Place(place.device), batch=4))[0]

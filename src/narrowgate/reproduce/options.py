@@ -71,7 +71,9 @@ def add_reproduction(app: "typer.Typer") -> None:
         curve: Annotated[bool, training("--curve", help="Add the data of Figure 3 to each record.")] = False,
         runs: Annotated[Path, training(metavar="FOLDER", help="Where the runs go.")] = Path("runs/reproduce"),
         recipes: Annotated[Path, training(metavar="FOLDER", help="The paper's recipes.")] = Path("recipes"),
-        accelerator: Annotated[str, training(metavar="NAME", help="cpu, cuda or auto.")] = "auto",
+        accelerator: Annotated[
+            Literal["auto", "cpu", "cuda"], training(help="Where to train; auto: on a GPU if there is one.")
+        ] = "auto",
     ) -> None:
         """Show the paper's tables with our own runs beside its numbers, and draw its figures.
 

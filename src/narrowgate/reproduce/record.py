@@ -31,7 +31,11 @@ _COLUMNS = {  # of metrics.jsonl, each with its digits after the point; None: si
 
 
 class RecordError(ValueError):
-    """A folder is not that of a finished run, or a result file can't be read."""
+    """Something that is no finished run, no page, or no row of the paper's; says what would do."""
+
+
+class DamagedRecordError(RecordError):
+    """A file of a run, or a result file, that can't be read."""
 
 
 def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> dict[str, Any]:
@@ -53,7 +57,7 @@ def collect(folder: str | Path, base: Path | None = None, dataset: str = "") -> 
     try:
         return _record(folder, base, dataset)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(
+        raise DamagedRecordError(
             f"{folder} can't be read as a run ({type(error).__name__}: {error}): copy the run again"
         ) from error
 
@@ -63,7 +67,7 @@ def _record(folder: Path, base: Path | None, dataset: str) -> dict[str, Any]:
     (result,) = _objects(folder / RESULT, lines=False)
     rows = _objects(folder / METRICS, lines=True)
     if len(rows) != result["epochs"]:
-        raise RecordError(
+        raise DamagedRecordError(
             f"{folder / METRICS} has {len(rows)} lines for {result['epochs']} epochs: it is damaged, copy the run again"
         )
     tables = recipe.tables()
@@ -160,7 +164,7 @@ def _objects(path: Path, *, lines: bool) -> list[dict[str, Any]]:
     try:
         return [dict(json.loads(part)) for part in (text.splitlines() if lines else [text])]
     except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} is damaged ({error}): copy the run again") from error
+        raise DamagedRecordError(f"{path} is damaged ({error}): copy the run again") from error
 
 
 def _rounded(value: float | None, digits: int | None) -> float | int | None:

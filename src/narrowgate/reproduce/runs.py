@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgate.reproduce.paper import BASELINE, LENET, Kind
-from narrowgate.reproduce.record import WHAT, RecordError
+from narrowgate.reproduce.record import WHAT, DamagedRecordError
 from narrowgate.reproduce.tables import short
 from narrowgate.train.recipe import Recipe
 
@@ -79,7 +79,7 @@ def load_runs(folder: Path) -> list[Run]:
             elif "error_after_removal_percent" in record and "kept" in record:
                 runs.append(_from_benchmark(name, record))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordError(f"{path} can't be read as a result ({type(error).__name__}: {error})") from error
+            raise DamagedRecordError(f"{path} can't be read as a result ({type(error).__name__}: {error})") from error
     return runs
 
 

@@ -126,6 +126,7 @@ def _recipe(path: Path, settings: Sequence[str], added: Sequence[str]) -> Recipe
         message = str(error)
         for setting in added:
             message = message.replace(f"--set {setting}", f"--over {setting}")
+        message = message.replace("for example --set", "for example --over")
         raise RecipeError(message, *error.keys) from None
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from narrowgate.atomic import replace_file
-from narrowgate.sweep.space import SweepError, Trial
+from narrowgate.sweep.space import DamagedSweepError, SweepError, Trial
 from narrowgate.train.finish import Result
+from narrowgate.train.lock import LockedError
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.run_folder import RESULT
 
@@ -49,7 +50,7 @@ class Swept:
             trials = tuple(Trial(trial["name"], tuple(trial["settings"])) for trial in data["trials"])
             return cls(data["recipe"], tuple(data["over"]), data["samples"], trials)
         except (ValueError, KeyError, TypeError) as error:
-            raise SweepError(
+            raise DamagedSweepError(
                 f"{folder / SWEEP} can't be read as a sweep ({type(error).__name__}: {error}): bring back a copy, "
                 "or choose another folder with --out"
             ) from error
@@ -159,7 +160,7 @@ def held(folder: Path, seconds: float) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    raise SweepError(
+                    raise LockedError(
                         f"{folder} is in use by process {file.read().strip()}: wait for its end, or stop it"
                     ) from None
                 time.sleep(0.2)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgate.train.recipe.toml import TOMLDecodeError, parse_value, write_value
+from narrowgate.train.recipe.toml import parse_value, write_value
 
 _SHORT = {"seed": "train.seed"}
 _LONGEST = 150  # of a trial's name: file systems take 255 bytes
@@ -16,6 +16,10 @@ _LONGEST = 150  # of a trial's name: file systems take 255 bytes
 
 class SweepError(ValueError):
     """A sweep that can't be run as it was asked for; says what to change."""
+
+
+class DamagedSweepError(SweepError):
+    """A sweep whose file can't be read."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,10 @@ def _canonical(value: str, option: str) -> str:
     try:
         parsed = parse_value(value)
         return value if isinstance(parsed, str) else write_value(parsed)
-    except (TOMLDecodeError, TypeError) as error:
-        raise SweepError(f"--over {option}: {value} is not a value of TOML: {error}") from None
+    except TypeError:  # a date
+        raise SweepError(f"--over {option}: {value} is a value that no key takes") from None
+    except ValueError as error:
+        raise SweepError(f"--over {option}: {error}") from None
 
 
 def _split(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from narrowgate.sweep.trial import Job, run_trial
 
 RETRIES = 2
 """How often a trial whose process died is started again; it goes on from its own checkpoint."""
+_SECONDS_TO_ANSWER = 10.0
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what the next release of Ray does, without its warning
@@ -79,6 +81,7 @@ def ray_running(address: str) -> Iterator[None]:
         return
     if address.startswith("ray://"):
         raise SweepError(f"--address {address}: give HOST:PORT or auto, on a machine of the cluster itself")
+    _check_answers(address)
     with _environment():
         options: dict[str, Any] = {"address": address} if address else {"address": "local", "include_dashboard": False}
         try:
@@ -91,12 +94,23 @@ def ray_running(address: str) -> Iterator[None]:
             ray.shutdown()
 
 
+def _check_answers(address: str) -> None:
+    """Refuse a HOST:PORT where nobody listens: Ray itself would try for ten minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_ANSWER).close()
+    except (OSError, OverflowError) as error:
+        raise SweepError(f"no Ray at --address {address}: {error}") from error
+
+
 def fitting(cpus: float, gpus: float | None, workers: int) -> Resources:
     """What each trial gets: a GPU unless told otherwise, if there is one; refused if no machine has so much."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if gpus is None:
         gpus = 1.0 if any(machine.get("GPU", 0) >= 1 for machine in machines) else 0.0
-    if gpus > 1 and gpus != int(gpus):
+    if gpus > 1 and not gpus.is_integer():
         raise SweepError(f"--gpus-per-trial {gpus:g}: several GPUs are whole ones; a share is for one, such as 0.5")
     if not any(machine.get("CPU", 0) >= cpus and machine.get("GPU", 0) >= gpus for machine in machines):
         most = "; ".join(f"{machine.get('CPU', 0):g} cores, {machine.get('GPU', 0):g} GPUs" for machine in machines)

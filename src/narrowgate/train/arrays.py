@@ -26,6 +26,10 @@ class DataError(ValueError):
     """Data that is missing or can't be used; says which, and what to do."""
 
 
+class MissingReaderError(DataError):
+    """The package that reads the data is not installed."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageSet:
     """Images as uint8 [N, C, H, W] and their labels as int64 [N]."""

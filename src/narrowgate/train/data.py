@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgate.train.arrays import NAMES, DataError, ImageSet, check_labels, image_set, read_npz
+from narrowgate.train.arrays import NAMES, DataError, ImageSet, MissingReaderError, check_labels, image_set, read_npz
 from narrowgate.train.augment import seeded
 from narrowgate.train.folders import FolderData, load_folder
 
@@ -164,7 +164,7 @@ def _need(package: str, source: str) -> None:
     try:
         __import__("sklearn" if package == "scikit-learn" else package)
     except ImportError as error:
-        raise DataError(
+        raise MissingReaderError(
             f"source {source!r} needs {package}: pip install '.[train]' in the checkout of narrowgate"
         ) from error
 

@@ -22,6 +22,10 @@ _SIZE = 224
 _DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits
 
 
+class DamagedImageError(DataError):
+    """An image that can't be read."""
+
+
 @dataclass(frozen=True)
 class _Files:
     """Paths and classes of the images of one split."""
@@ -148,7 +152,7 @@ def _batches(loader: DataLoader[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, T
         yield from loader
     except DataError as error:
         last = str(error).strip().splitlines()[-1]
-        raise DataError(last.partition(f"{DataError.__name__}: ")[2] or last) from None
+        raise type(error)(last.partition(f"{type(error).__name__}: ")[2] or last) from None
 
 
 def _parts(count: int, batch: int, rank: int, world: int) -> list[int]:
@@ -183,9 +187,11 @@ def _read_image(path: str) -> Any:
     except Exception as error:  # PIL's readers of damaged files raise nearly anything
         why = " ".join(str(error).split()) or type(error).__name__
         why = "it is of no known kind" if "cannot identify" in why else why  # PIL names an object
-        raise DataError(f"{path} can't be read as an image ({why}); replace or remove it") from error
+        raise DamagedImageError(f"{path} can't be read as an image ({why}); replace or remove it") from error
     if mode.partition(";")[0] in _DEEP:  # PIL does not scale them: nearly all of it would be white
-        raise DataError(f"{path} has grey values of more than 8 bits (PIL's mode {mode!r}); save such images with 8")
+        raise DamagedImageError(
+            f"{path} has grey values of more than 8 bits (PIL's mode {mode!r}); save such images with 8"
+        )
     return colours
 
 

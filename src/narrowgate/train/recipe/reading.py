@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowgate.train.recipe.part import Part, RecipeError, kind_of, shown
 from narrowgate.train.recipe.parts import PARTS
-from narrowgate.train.recipe.toml import TOMLDecodeError, parse_toml, parse_value
+from narrowgate.train.recipe.toml import TOMLDecodeError, parse_toml, parse_value, told
 from narrowgate.train.recipe.values import Table, Text, did_you_mean
 
 Tables = dict[str, dict[str, object]]
@@ -24,7 +24,7 @@ SPECS: dict[str, dict[str, Field[Any]]] = {
 def read_text(path: Path) -> str:
     """The text of a recipe file, or an error that names files with similar names beside it."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Windows' editors may put a mark in front
     except FileNotFoundError:
         others = [file.name for file in sorted(path.parent.glob("*.toml")) if file.name != "pyproject.toml"]
         near = did_you_mean(path.name, others, quoted=False)
@@ -34,7 +34,10 @@ def read_text(path: Path) -> str:
         raise RecipeError(f"{path}: no such recipe{near or '; give a TOML file, see docs/recipes.md'}") from None
     except IsADirectoryError:
         raise RecipeError(f"{path}: can't be read as a recipe: it is a folder; give a file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise RecipeError(f"{path}: can't be read as a recipe: line {line} is not UTF-8; save it as UTF-8") from error
+    except OSError as error:
         raise RecipeError(f"{path}: can't be read as a recipe: {error}") from error
 
 
@@ -43,7 +46,7 @@ def tables_from(text: str, source: str) -> Tables:
     try:
         document = parse_toml(text)
     except TOMLDecodeError as error:
-        raise RecipeError(f"{source}: not valid TOML: {error}") from None
+        raise RecipeError(f"{source}: not valid TOML: {told(error, text)}") from None
     tables: Tables = {}
     for name, table in document.items():
         if isinstance(table, dict) and name in SPECS:
@@ -71,7 +74,7 @@ def apply_overrides(tables: Tables, overrides: Sequence[str]) -> dict[str, str]:
             raise RecipeError(f"--set {override}: write table.key=value, for example --set train.epochs=3{guess}")
         try:
             _set(tables, table, keys, text)
-        except (RecipeError, TOMLDecodeError) as error:
+        except ValueError as error:  # of ours, or of a value that is no TOML
             raise RecipeError(f"--set {override}: {error}", f"{table}.{keys[0]}") from None
         overridden[f"{table}.{keys[0]}"] = override
     return overridden

@@ -12,9 +12,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["TOMLDecodeError", "parse_toml", "parse_value", "write_value"]
+__all__ = ["TOMLDecodeError", "parse_toml", "parse_value", "told", "write_value"]
 
 TOMLDecodeError = tomllib.TOMLDecodeError
+_SHOWN = 80  # characters of a line
 
 
 def parse_toml(text: str) -> dict[str, object]:
@@ -22,14 +23,25 @@ def parse_toml(text: str) -> dict[str, object]:
     return tomllib.loads(text)
 
 
+def told(error: TOMLDecodeError, text: str) -> str:
+    """What is wrong with a TOML document and where, with the line itself."""
+    place = re.search(r"at line (\d+)", str(error))
+    lines = text.replace("\r\n", "\n").split("\n")
+    line = lines[int(place[1]) - 1].strip() if place else ""
+    return f"{error}{': ' * bool(line)}{line[:_SHOWN]}{'...' * (len(line) > _SHOWN)}"
+
+
 def parse_value(text: str) -> object:
     """A value from a command line: TOML, or the text itself where that is a bare word such as ``off``."""
+    text = text.strip()
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except TOMLDecodeError:
-        if text.strip()[:1] in ("[", "{", '"', "'"):  # it was meant as TOML
-            raise
-        return text.strip()
+    except TOMLDecodeError as error:
+        if text[:1] not in ("[", "{", '"', "'"):
+            return text
+        why = str(error).partition(" (at ")[0]  # where it is counts from a line that nobody wrote
+        remedy = "; in brackets, texts need quotes" if text[0] in "[{" else ""
+        raise ValueError(f"{text} is not a value of TOML: {why}{remedy}") from None
     return parsed["value"] if len(parsed) == 1 else text
 
 
