@@ -182,7 +182,7 @@ def test_what_stays_has_no_gate_and_says_why():
     class Held(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.norm = nn.Linear(5, 8), nn.LayerNorm(8)
+            self.first, self.norm = nn.Linear(5, 8), nn.LayerNorm(8, elementwise_affine=False)
             self.second, self.last = nn.Linear(8, 6), nn.Linear(12, 3)
 
         def forward(self, x):

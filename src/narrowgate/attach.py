@@ -159,7 +159,7 @@ def _chosen_of_coupled(
     blocks: Where | None,
 ) -> tuple[list[Site], list[Family], dict[str, str]]:
     """The same for channels that several layers may share: those of a bundle are gated in all of its layers or none."""
-    layers = dict(layers_of(model))
+    layers = dict(model.named_modules())
     for name in (*groups.alone, *(name for bundle in groups.bundles for name in bundle.layers)):
         if name not in layers:
             raise ValueError(
@@ -178,7 +178,9 @@ def _chosen_of_coupled(
         parts = tuple(Part(name, layer, "gate", numbers) for (name, layer), numbers in places)
         families.append(Family(parts[0].name, tuple(f"{parts[0].name}.{i}" for i in range(bundle.size)), parts))
     if not sites and not families:
-        raise ValueError(_nothing_to_gate(model, "convolution or linear layer", len(layers), groups.held | skipped))
+        raise ValueError(
+            _nothing_to_gate(model, "convolution or linear layer", len(layers_of(model)), groups.held | skipped)
+        )
     return sites, families, groups.held | skipped
 
 

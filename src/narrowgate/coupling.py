@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from narrowgate.flow.analysis import ClosedGates, Flow, Mixer
+from narrowgate.flow.analysis import ClosedGates, Flow
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.decide import CollapseError, components, decide
 from narrowgate.flow.plan import plan_traced
@@ -83,10 +83,13 @@ class _Search:
         self.layers = dict(layers_of(plain))
         self.held: dict[str, str] = {}
         flow = self._sweep({})
-        mixers = {mixer.layer: mixer for mixer in flow.mixers if mixer.layer in self.layers}
+        outputs = {
+            name: labels for name, labels in _outputs(flow).items() if name in self.layers or name in flow.across
+        }
+        self.layers |= {name: plain.get_submodule(name) for name in flow.across}
         self.refused = refusals(plain)
-        self.held.update({name: self.refused.get(name, _NOT_RUN) for name in self.layers.keys() - mixers.keys()})
-        self.all = self._bundled(flow, list(mixers.values()))
+        self.held.update({name: self.refused.get(name, _NOT_RUN) for name in self.layers.keys() - outputs.keys()})
+        self.all = self._bundled(flow, outputs)
 
     def found(self) -> Coupled:
         """The smallest sets of layers that take as many channels along as all would."""
@@ -118,38 +121,38 @@ class _Search:
 
     def _sweep(self, closed: ClosedGates) -> Flow:
         """The sweeps as in training, where only closed gates count; constants are dropped, as gates may come later."""
-        flow = Flow(self.graph, self.plain, "drop", closed).run(RULES)
+        flow = Flow(self.graph, self.plain, "drop", closed, narrow_norms=True).run(RULES)
         if flow.heads:  # attention loses whole heads or nothing; the first sweep can't know that some would be dead
             by_head = {view: axis for heads in flow.heads for view, axis in heads.views.items()}
-            flow = Flow(self.graph, self.plain, "drop", closed, by_head).run(RULES)
+            flow = Flow(self.graph, self.plain, "drop", closed, by_head, narrow_norms=True).run(RULES)
         pin_training_only(flow, self.plain, self.example_inputs, self.tracer)
         return flow
 
-    def _bundled(self, flow: Flow, mixers: list[Mixer]) -> list[_Members]:
+    def _bundled(self, flow: Flow, outputs: dict[str, Labels]) -> list[_Members]:
         """Layers that share classes of channels, together."""
         root = components(flow.label_count, flow.edges)
         reasons = {int(root[PINNED]): "for fixed places"}
         for labels, why in flow.pinned:
             for one in np.unique(root[labels]).tolist():
                 reasons[one] = why if reasons.get(one) != _OUTPUT else _OUTPUT
-        bundles: list[tuple[set[int], list[Mixer]]] = []
-        for mixer in mixers:
-            classes = set(root[mixer.output.labels].tolist()) - reasons.keys()
+        bundles: list[tuple[set[int], list[str]]] = []
+        for name, labels in outputs.items():
+            classes = set(root[labels].tolist()) - reasons.keys()
             if not classes:
-                self.held[mixer.layer] = _said(reasons, root[mixer.output.labels])
+                self.held[name] = _said(reasons, root[labels])
                 continue
-            apart, together = [], [mixer]
+            apart, together = [], [name]
             for others, members in bundles:
                 if classes & others:
                     classes, together = classes | others, [*members, *together]
                 else:
                     apart.append((others, members))
             bundles = [*apart, (classes, together)]
-        found, order = [], {mixer.layer: i for i, mixer in enumerate(mixers)}
+        found, order = [], {name: i for i, name in enumerate(outputs)}
         for _, members in bundles:
-            members.sort(key=lambda mixer: order[mixer.layer])
             number: dict[int, int] = {}
-            found.append(_Members({mixer.layer: _numbered(root, mixer, reasons, number) for mixer in members}))
+            members.sort(key=order.__getitem__)
+            found.append(_Members({name: _numbered(root[outputs[name]], reasons, number) for name in members}))
         return found
 
     def _can(self, name: str) -> bool:
@@ -165,7 +168,7 @@ class _Search:
             kept = decide(flow).kept
         except CollapseError:
             return dict.fromkeys(left, 0)
-        rows = {mixer.layer: kept[mixer.output.labels] for mixer in flow.mixers}
+        rows = {name: kept[labels] for name, labels in _outputs(flow).items()}
         return {key: sum(int((~rows[name]).sum()) for name in self.all[key].numbers) for key in left}
 
     def _closed(self, several: Iterable[_Members]) -> ClosedGates:
@@ -179,7 +182,9 @@ class _Search:
     def _why(self, left: dict[int, _Members], key: int) -> str:
         decision = decide(flow := self._sweep(self._closed([left[key]])))
         names = self.all[key].numbers
-        whys = [str(w) for m in flow.mixers if m.layer in names for w in decision.why[m.output.labels] if w != "used"]
+        whys = [
+            str(w) for n, labels in _outputs(flow).items() if n in names for w in decision.why[labels] if w != "used"
+        ]
         return Counter(whys).most_common(1)[0][0] if whys else "what writes them is more than these layers"
 
     def _without(self, turn: int, left: dict[int, _Members], goal: dict[int, int]) -> dict[int, _Members]:
@@ -210,22 +215,28 @@ class _Search:
                     if (tensor := layer._parameters.get(kind)) is not None:
                         tensor.index_fill_(axis, torch.tensor(where, dtype=torch.long, device=tensor.device), 0.0)
         try:
-            made = plan_traced(zeroed, self.example_inputs, self.tracer, "aligned", "drop", 1, False)
+            made = plan_traced(zeroed, self.example_inputs, self.tracer, "scatter", "drop", 1, False)
         except CollapseError:
             return
         rows_of = {row.layer: row for row in made.rows}
         for key in list(left):
-            found = [rows_of[name] for name in self.all[key].numbers]
+            found = [rows_of[name] for name in self.all[key].numbers if name in rows_of]
             if all(row.kept == row.total for row in found):
                 why = next((row.why.partition(" ")[2] for row in found if row.why), "the code counts on them")
                 self._hold(self.all[key], f"these channels stay: {why}")
                 del left[key]
 
 
-def _numbered(root: Labels, mixer: Mixer, reasons: dict[int, str], number: dict[int, int]) -> tuple[int, ...]:
+def _outputs(flow: Flow) -> dict[str, Labels]:
+    """What is known of the outputs of each layer, and of each norm that may be narrowed, in the order of their runs."""
+    places = [(flow.order[mixer.node], mixer.layer, mixer.output.labels) for mixer in flow.mixers]
+    places += [(flow.order[norm.node], layer, norm.labels) for layer, norm in flow.across.items()]
+    return {layer: labels for _, layer, labels in sorted(places, key=lambda place: place[0])}
+
+
+def _numbered(roots: Labels, reasons: dict[int, str], number: dict[int, int]) -> tuple[int, ...]:
     """Which of its bundle's channels each output of a layer is; -1 for one that stays."""
-    classes = root[mixer.output.labels].tolist()
-    return tuple(-1 if one in reasons else number.setdefault(one, len(number)) for one in classes)
+    return tuple(-1 if one in reasons else number.setdefault(one, len(number)) for one in roots.tolist())
 
 
 def _said(reasons: dict[int, str], roots: Labels) -> str:

@@ -184,6 +184,15 @@ class GatedLayerNorm(GatedLayer, nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, *self.effective(), self.eps)
 
 
+class GatedGroupNorm(GatedLayer, nn.GroupNorm):
+    """The same for a norm of groups of channels."""
+
+    plain_class = nn.GroupNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.group_norm(input, self.num_groups, *self.effective(), self.eps)
+
+
 class GatedTransposedLinear(GatedLayer):
     """Mixin for linear layers whose weight is (in, out), as GPT-2's is; ``transposed`` tells the remover."""
 

@@ -7,10 +7,9 @@ from operator import index
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgate.groups import Family, Part
-from narrowgate.swap import has_gated_class, in_channels, is_conv1d, out_channels
+from narrowgate.swap import NORMS, has_gated_class, in_channels, is_conv1d, out_channels
 
 Slice = tuple[str, int, Sequence[int]]
 """A parameter's name, an axis of it, and positions along that axis."""
@@ -86,8 +85,8 @@ def _owner(model: nn.Module, group: str, parameter: str) -> nn.Module:
     if key not in ("weight", "bias") or not has_gated_class(layer):
         raise ValueError(
             f"group {group!r}: {parameter!r} is of a {type(layer).__name__}. Gates multiply the weight and bias of "
-            "PyTorch's own convolutions, linear layers, BatchNorm and LayerNorm; list those of a layer that writes or "
-            "reads it"
+            "PyTorch's own convolutions, linear layers, BatchNorm, LayerNorm and GroupNorm; list those of a layer that "
+            "writes or reads it"
         )
     if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1:
         shape = tuple(layer.normalized_shape)
@@ -101,7 +100,7 @@ def _owner(model: nn.Module, group: str, parameter: str) -> nn.Module:
 def _side(group: str, layer: nn.Module, parameter: str, axis: int) -> Side:
     """Whether an axis of a weight is the layer's outputs or inputs."""
     axes: dict[int, Side] = {0: "gate", 1: "gate_in"}
-    if isinstance(layer, (_BatchNorm, nn.LayerNorm)):
+    if isinstance(layer, NORMS):
         axes = {0: "gate"}
     elif bool(getattr(layer, "transposed", False)) or is_conv1d(layer):
         axes = {0: "gate_in", 1: "gate"}

@@ -32,12 +32,14 @@ _SWAPS: dict[type[nn.Module], type[GatedLayer]] = {
         gated.GatedLinear,
         gated.GatedOutProjection,
         gated.GatedLayerNorm,
+        gated.GatedGroupNorm,
         gated.GatedBatchNorm1d,
         gated.GatedBatchNorm2d,
         gated.GatedBatchNorm3d,
     )
 }
 
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
@@ -60,7 +62,7 @@ def check_gate_fits(
             f"layer {name!r} is a {type(layer).__name__}, gated at its output: keep_function can't serve it; {remedy}"
         )
     if key == "gate_in":
-        if swapped is None or isinstance(layer, (_BatchNorm, nn.LayerNorm)):
+        if swapped is None or isinstance(layer, NORMS):
             raise ValueError(
                 f"layer {name!r} is a {type(layer).__name__}: input gates serve plain convolutions and nn.Linear only"
             )
@@ -135,7 +137,7 @@ def has_lazy_weights(layer: nn.Module) -> bool:
 
 def out_channels(layer: nn.Module) -> int:
     """A layer's number of output channels."""
-    if isinstance(layer, (_BatchNorm, nn.LayerNorm)):
+    if isinstance(layer, NORMS):
         return cast(Tensor, layer.weight).numel()
     if is_conv1d(layer):
         return cast(int, layer.nf)

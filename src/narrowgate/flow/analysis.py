@@ -64,6 +64,21 @@ class Mixer:
     merged: Sums = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Across:
+    """A LayerNorm or GroupNorm that can do with fewer channels if it counts those that are gone.
+
+    ``axis`` is where its module has the channels, in ``groups`` groups; ``values`` are the constants among its inputs.
+    """
+
+    node: Node
+    weight: str
+    labels: Labels
+    values: Values
+    axis: int
+    groups: int
+
+
 @dataclass
 class Heads:
     """One use of attention: the views that made its heads, by axis; how wide they are; which of them are read."""
@@ -86,6 +101,7 @@ class Flow(Couplings):
         closed: ClosedGates | None = None,
         by_head: dict[Node, int] | None = None,
         numbers: Numbers | None = None,
+        narrow_norms: bool = False,
     ) -> None:
         super().__init__(model)
         self.graph = graph
@@ -108,6 +124,8 @@ class Flow(Couplings):
         self.parts: list[tuple[Node, Labels, int]] = []  # equal parts of a channel axis: which channels, how many each
         self.heads: list[Heads] = []
         self.whole: set[str] = set()  # layers that the scatter layout must leave whole
+        self.narrow_norms = narrow_norms  # whether norms across channels may lose some
+        self.across: dict[str, Across] = {}  # those that may, by layer
         self.bare_norms: dict[str, Labels] = {}  # norms without parameters, by layer
         self.idle: set[str] = set()  # modules that are gone from what is replayed
         self.seen_in_training = True  # whether training mode, as far as it matters, does what this graph does

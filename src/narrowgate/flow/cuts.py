@@ -22,6 +22,21 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What a norm across channels has to know of those that are gone, which still count in its mean and variance.
+
+    ``members`` says in which group each channel that is left is; a group had ``size`` channels, and ``sums`` and
+    ``squares`` are those of the constants in it that are gone. ``axis`` is where its module has the channels.
+    """
+
+    axis: int
+    size: int
+    members: list[int]
+    sums: list[float]
+    squares: list[float]
+
+
+@dataclass(frozen=True)
 class Edit:
     """How a layer's numbers change before it is cut.
 
@@ -30,8 +45,8 @@ class Edit:
     constant ``carrier``: their weights are added to its. ``merged`` are channels that are sums of others (and of a
     constant, which is folded): their weights are added to those of the others, each times its factor. In the scatter
     layout ``gather`` and ``scatter`` are where the layer's own channels are in the streams it reads (``reads`` wide)
-    and writes (as wide as ``fill``). A norm's edit is a ``gather`` alone. ``mean`` is the running mean of the norm
-    behind, where that takes what would be a new bias.
+    and writes (as wide as ``fill``). A norm's edit is a ``gather`` alone, or what it has ``counted``. ``mean`` is the
+    running mean of the norm behind, where that takes what would be a new bias.
     """
 
     layer: str
@@ -51,3 +66,4 @@ class Edit:
     fill: list[float] | None = None
     reads: int | None = None
     mean: str | None = None
+    counted: Counted | None = None

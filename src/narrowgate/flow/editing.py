@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgate.flow.analysis import Flow, Mixer
 from narrowgate.flow.couplings import GROUPED
-from narrowgate.flow.cuts import Edit
+from narrowgate.flow.cuts import Counted, Edit
 from narrowgate.flow.decide import Decision, folds, wanted_constants
 from narrowgate.flow.mixing import is_saved
 from narrowgate.flow.movement import arg
@@ -83,6 +83,21 @@ def _mean_behind(flow: Flow, mixer: Mixer) -> str | None:
     along = output.axis == 1 and flow.tensors[name].shape == (output.shape[1],)
     by_batch = op_name(norm) == "batch_norm" and bool(arg(norm, 5, "training"))
     return name if alone and along and not by_batch else None
+
+
+def counted_norms(flow: Flow, decision: Decision) -> dict[str, Edit]:
+    """For each norm across channels that loses some, what it has to count all the same, by its weight's name."""
+    edits = {}
+    for layer, norm in flow.across.items():
+        kept = decision.kept[norm.labels]
+        if kept.all():
+            continue
+        size = len(kept) // norm.groups
+        gone = np.where(kept, 0.0, np.nan_to_num(norm.values, nan=0.0)).reshape(norm.groups, size)
+        members = np.flatnonzero(kept) // size
+        counted = Counted(norm.axis, size, members.tolist(), gone.sum(1).tolist(), np.square(gone).sum(1).tolist())
+        edits[norm.weight] = Edit(layer, norm.weight, None, 1, False, counted=counted)
+    return edits
 
 
 def left_by_group(flow: Flow, decision: Decision, weight: str) -> list[list[int]] | None:

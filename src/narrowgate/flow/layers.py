@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from narrowgate.flow.cuts import Counted
+
 
 class Zeros(nn.Module):
     """In place of a module that gave nothing else, in the shape of its first argument."""
@@ -122,6 +124,78 @@ class IndexedBatchNorm2d(IndexedNorm, nn.BatchNorm2d):
 
 class IndexedBatchNorm3d(IndexedNorm, nn.BatchNorm3d):
     pass
+
+
+class NarrowNorm(nn.Module):
+    """Mixin of norms across channels that lost some: their part of the mean and variance is counted all the same."""
+
+    weight: Any
+    bias: Any
+    eps: float
+    members: Tensor
+    table: Tensor
+    gone: Tensor | None
+
+    def count_(self, counted: Counted) -> None:
+        """Say what is gone."""
+        self.axis, self.size = counted.axis, counted.size
+        device, numbers = self.weight.device, [counted.sums, counted.squares]
+        members = torch.tensor(counted.members, dtype=torch.long, device=device)
+        table = nn.functional.one_hot(members, len(counted.sums))  # in which group each channel is
+        gone = torch.tensor(numbers, dtype=self.weight.dtype, device=device) if any(map(any, numbers)) else None
+        for key, tensor in (("members", members), ("table", table), ("gone", gone)):
+            self.register_buffer(key, tensor, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.movedim(self.axis, 1)
+        shape = x.shape
+        x = self._apart(x.to(torch.promote_types(x.dtype, torch.float32)))
+        table, places = self.table.to(x.dtype), x.shape[2]
+        count, missing = self.size * places, places * (self.size - table.sum(0))
+        sums, squares = (x.new_zeros(1), x.new_zeros(1)) if self.gone is None else places * self.gone.to(x.dtype)
+        mean = ((x.sum(2)[:, :, None] * table).sum(1) + sums) / count
+        x = x - mean[:, self.members, None]
+        others = squares - 2 * mean * sums + missing * mean.square()  # of what is gone, less the mean, squared
+        variance = ((x.square().sum(2)[:, :, None] * table).sum(1) + others) / count
+        x = x * (variance + self.eps).rsqrt()[:, self.members, None] * self.weight[:, None]
+        x = self._together(x if self.bias is None else x + self.bias[:, None], shape)
+        return x.movedim(1, self.axis).to(self._dtype(input))
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """What is normed together as (number, channel, place)."""
+        return x.flatten(2) if x.dim() > 2 else x[:, :, None]
+
+    def _together(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.reshape(shape)
+
+    def _dtype(self, input: Tensor) -> torch.dtype:
+        device = input.device.type  # autocast lets PyTorch's norms give out float32, but not on a CPU
+        casts = device != "cpu" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return torch.promote_types(input.dtype, torch.float32) if casts else input.dtype
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)} of {self.size * self.table.shape[1]} channels, eps={self.eps}"
+
+
+class NarrowGroupNorm(NarrowNorm, nn.GroupNorm):
+    pass
+
+
+class NarrowLayerNorm(NarrowNorm, nn.LayerNorm):
+    """Each place has a mean of its own."""
+
+    def _apart(self, x: Tensor) -> Tensor:
+        return x.movedim(1, -1).reshape(-1, x.shape[1], 1)
+
+    def _together(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def narrow_norm_(layer: nn.Module, counted: Counted) -> None:
+    """Swap a norm's class for the one that counts what is gone, in place."""
+    layer.__class__ = NarrowGroupNorm if isinstance(layer, nn.GroupNorm) else NarrowLayerNorm
+    assert isinstance(layer, NarrowNorm)
+    layer.count_(counted)
 
 
 NORM_SWAPS: dict[type[nn.Module], type[IndexedNorm]] = {

@@ -7,17 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from narrowgate.flow.analysis import Flow, wall_rule
+from narrowgate.flow.analysis import Across, Flow, wall_rule
 from narrowgate.flow.borders import through
+from narrowgate.flow.mixing import is_patched
 from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.pooling import like, put_per_channel
 from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import layer_of, op_name
+from narrowgate.swap import full_name
 
+# Norms of which the remover knows all that they do, in training mode too.
+_NARROWED = frozenset(
+    """torch.nn.modules.normalization.LayerNorm torch.nn.modules.normalization.GroupNorm
+    torchvision.models.convnext.LayerNorm2d
+    timm.layers.norm.LayerNorm timm.layers.norm.LayerNorm2d timm.layers.norm.GroupNorm""".split()
+)
 _COMPUTED = "its scale or shift is computed, not a parameter"
 
 
@@ -112,8 +120,11 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
     if layer and len(normalised) != 1:
         wall_rule(flow, node)
         return
-    flow.wall(node, [read], "a norm across channels counts every one of them")
     names = [_name(flow, arg(node, i, "")) for i in (2, 3)]
+    if state.axis == axis and (place := _place_of_channels(flow, node, names, axis)) is not None:
+        _norm_that_counts(flow, node, read, names, place)
+        return
+    flow.wall(node, [read], "a norm across channels counts every one of them")
     for name in names:
         if name is not None:
             flow.pin(flow.labels_of(name, 0), f"for the channels of {layer_of(node)}")
@@ -125,6 +136,51 @@ def norm_across_channels(flow: Flow, node: Node) -> None:
         flow.mark(read, bool((live & result.varies).any()))
 
     flow.put(node, result, backward)
+
+
+def _norm_that_counts(flow: Flow, node: Node, read: Node, names: list[str | None], place: int) -> None:
+    """Every channel is part of the mean; one that is zero, or a constant, may be counted without being there."""
+    state, weight = flow.state(read), str(names[0])
+    for name in names:
+        if name is not None:
+            flow.tie(state.labels, flow.labels_of(name, 0))
+    size = len(state.labels)
+    groups = int(arg(node, 1, "num_groups")) if op_name(node) == "group_norm" else 1
+    flow.across[layer_of(node)] = Across(node, weight, state.labels, state.values, place, groups)
+    values = _affine(np.full(size, np.nan), _scale(flow, names[0], size), _vector(flow, names[1], size))
+    result = labelled(shape_of(node), int(state.axis or 0), state.labels, values)
+
+    def backward(live: Mask) -> None:
+        flow.mark(read, bool((live & result.varies).any()))
+
+    flow.put(node, result, backward)
+
+
+def _place_of_channels(flow: Flow, node: Node, names: list[str | None], axis: int) -> int | None:
+    """Where a norm's module has its channels, if it may be narrowed: a module that does this and no more."""
+    layer = layer_of(node)
+    owner = flow.modules.get(layer)
+    if not flow.narrow_norms or not isinstance(owner, nn.Module) or full_name(type(owner)) not in _NARROWED:
+        return None
+    vectors = [owner._parameters.get("weight"), owner._parameters.get("bias")]
+    own = [None if name is None else flow.tensors[name] for name in names]
+    alone = all(name is None or flow.uses[name] == 1 for name in names) and layer not in flow.across
+    if (
+        is_patched(owner)
+        or vectors[0] is None
+        or not alone
+        or any(a is not b for a, b in zip(vectors, own, strict=True))
+    ):
+        return None
+    inside = [other for other in flow.graph.nodes if other.op == "call_function" and layer_of(other) == layer]
+    turns = [other for other in inside if op_name(other) == "permute"]
+    if len(inside) == 1:
+        return axis if op_name(node) == "group_norm" else -1
+    if len(inside) != 3 or len(turns) != 2 or inside[1] is not node:
+        return None
+    first, last = ([int(i) % len(shape_of(node)) for i in arg(turn, 1, "dims")] for turn in turns)
+    back = [first[i] for i in last] == list(range(len(first)))
+    return first[-1] if back else None
 
 
 def _norm_beside_channels(flow: Flow, node: Node, read: Node, state: State) -> None:
@@ -170,6 +226,9 @@ def _computed(flow: Flow, node: Node, places: Iterable[int]) -> bool:
 def _scale(flow: Flow, name: str | None, size: int) -> Values | None:
     """A norm's scale; while training, one that is zero is about to learn, unless a gate says that it is final."""
     scale = _vector(flow, name, size)
+    rows, _ = (flow.closed or {}).get(str(name), (None, None))
+    if scale is not None and rows is not None:
+        scale = np.where(rows, 0.0, scale)
     if scale is None or flow.can_be_zero(str(name)):
         return scale
     return np.where(scale == 0, 1.0, scale)

@@ -14,9 +14,9 @@ from torch import nn
 from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.auto import faster_whole
 from narrowgate.flow.bypassed import refuse_bypassed_gates
-from narrowgate.flow.cuts import Cut, Edit
+from narrowgate.flow.cuts import Counted, Cut, Edit
 from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
-from narrowgate.flow.editing import edit_of, left_by_group
+from narrowgate.flow.editing import counted_norms, edit_of, left_by_group
 from narrowgate.flow.idle import beside_idle, idle_modules, shared_without_idle, without_idle
 from narrowgate.flow.numbers import needed_numbers
 from narrowgate.flow.replay import find_trouble, pin_what_breaks
@@ -127,6 +127,8 @@ def _wall_lines(walls: list[Wall]) -> list[str]:
 
 
 def _edit_fields(edit: dict[str, Any]) -> dict[str, Any]:
+    if edit.get("counted") is not None:
+        edit = {**edit, "counted": Counted(**edit["counted"])}
     return {key: _int_keys(value) if isinstance(value, dict) else value for key, value in edit.items()}
 
 
@@ -197,7 +199,7 @@ def plan_traced(
     graph = tracer(plain, example_inputs)
     refuse_bypassed_gates(model, plain, graph)
     fill_vectors_(plain, numbers, graph, constants)
-    flow = swept(graph, plain, constants, closed, numbers)
+    flow = swept(graph, plain, constants, closed, numbers, narrow_norms=layout != "aligned" and not training)
     flow.walls += unknown_constants(flow)
     pin_training_only(flow, plain, example_inputs, tracer, refuse=to_cut)
     decision, made = _settled(flow, plain, example_inputs, layout, round_to)
@@ -272,6 +274,7 @@ def build(
         edits.setdefault(mixer.weight, edit)
     if layout != "aligned" and norms:
         gather_before_norms(flow, decision, cuts, edits, layout)
+    edits |= counted_norms(flow, decision)
     before = sum(p.numel() for p in model.parameters())
     after = sum(
         int(np.prod(cuts[name].new_shape)) if name in cuts else p.numel() for name, p in model.named_parameters()

@@ -81,7 +81,7 @@ def find_trouble(
     resize_(small, plan.edits, plan.widths)
     _give_biases_(small, plan)
     for training, wanted in large.items():
-        got = run(small.train(training), flow.mixers, example_inputs, device)
+        got = run(small.train(training), flow.mixers, example_inputs, device, flow.across)
         trouble = _first_trouble(flow, decision, wanted, got)
         if trouble is None and not training:
             trouble = _wrong_split(flow, decision, wanted, got)
@@ -257,7 +257,9 @@ def _reference(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> t
     if flow.replayed is None:
         for device in ("meta", "fake"):
             large = skeleton(model, {}, device)
-            events = {mode: run(large.train(mode), flow.mixers, example_inputs, device) for mode in (False, True)}
+            events = {
+                mode: run(large.train(mode), flow.mixers, example_inputs, device, flow.across) for mode in (False, True)
+            }
             if events[False][-1].what[0] == "output":
                 break
         if events[False][-1].what[0] != "output":

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from narrowgate.flow.cuts import Edit
-from narrowgate.flow.layers import IndexedLayer, IndexedNorm, index_
+from narrowgate.flow.layers import IndexedLayer, IndexedNorm, index_, narrow_norm_
 from narrowgate.flow.multihead import Widen, index_attention_
 from narrowgate.swap import is_conv1d
 
@@ -18,6 +18,8 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
     ``widths`` are numbers that no weight tells, by module and attribute: ``"block.width"``.
     """
     for edit in edits.values():
+        if edit.counted is not None:
+            narrow_norm_(model.get_submodule(edit.layer), edit.counted)
         if edit.gather is not None or edit.scatter is not None:
             _index(model.get_submodule(edit.layer), edit)
             block = model.get_submodule(edit.layer.rpartition(".")[0])
@@ -45,6 +47,10 @@ def resize_(model: nn.Module, edits: dict[str, Edit], widths: dict[str, int]) ->
         elif isinstance(module, _NormBase) and not isinstance(module, IndexedNorm):
             vector = module.weight if module.weight is not None else module.running_mean
             module.num_features = module.num_features if vector is None else len(vector)
+        elif isinstance(module, nn.GroupNorm) and module.affine:
+            module.num_channels = len(module.weight)
+        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine and module.weight.dim() == 1:
+            module.normalized_shape = (len(module.weight),)
         elif isinstance(module, nn.Embedding):
             module.embedding_dim = module.weight.shape[1]
         elif isinstance(module, nn.PReLU):

@@ -22,8 +22,17 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
 }
 
 
-def swept(graph: Graph, model: nn.Module, constants: str, closed: ClosedGates | None, numbers: Numbers | None) -> Flow:
+def swept(
+    graph: Graph,
+    model: nn.Module,
+    constants: str,
+    closed: ClosedGates | None,
+    numbers: Numbers | None,
+    narrow_norms: bool = False,
+) -> Flow:
     """Everything the rules tell about a graph; a second time where attention turns out to lose whole heads."""
-    flow = Flow(graph, model, constants, closed, None, numbers).run(RULES)
+    flow = Flow(graph, model, constants, closed, None, numbers, narrow_norms).run(RULES)
     by_head = attention.views_by_head(flow)
-    return Flow(graph, model, constants, closed, by_head, numbers).run(RULES) if by_head else flow
+    if not by_head:
+        return flow
+    return Flow(graph, model, constants, closed, by_head, numbers, narrow_norms).run(RULES)

@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from narrowgate.flow.analysis import Mixer
+from narrowgate.flow.analysis import Across, Mixer
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.cuts import Cut
 from narrowgate.flow.events import Data, Event, Log
@@ -57,8 +57,13 @@ def skeleton(model: nn.Module, cuts: dict[str, Cut], device: str) -> nn.Module:
     return copy_structure(model, memo)
 
 
-def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, device: str) -> list[Event]:
-    """What a model without numbers does; ``mixers`` are its layers whose outputs are of interest."""
+def run(
+    model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, device: str, across: Mapping[str, Across]
+) -> list[Event]:
+    """What a model without numbers does; ``mixers`` are its layers whose outputs are of interest.
+
+    ``across`` are norms that may be narrower than they were, and then compute otherwise.
+    """
     widened = {id(t) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for t in m.parameters()}
     log = Log({id(tensor): name for name, tensor in named_tensors(model) if id(tensor) not in widened})
     waiting: dict[str, list[Mixer]] = {}
@@ -78,6 +83,8 @@ def run(model: nn.Module, mixers: list[Mixer], example_inputs: ExampleInputs, de
         elif type(module) in NORM_SWAPS.values():
             hooks += log.without(module)
             shortened[module] = _picked_if_it_fits(module, log.called(name))
+        elif name in across and "weight" in module._parameters:  # an idle one is an identity now
+            shortened[module] = _same_along(module, across[name].axis, log.called(name))
         elif _is_own(module, _SHAPE_KEEPING):
             shortened[module] = _same(log.called(name))
         elif _is_own(module, _NORMS):
@@ -129,6 +136,17 @@ def _same_if_it_fits(norm: nn.Module, called: Callable[[Tensor, Tensor], Tensor]
         vector = norm.weight if norm.weight is not None else norm.running_mean
         if vector is not None and input.shape[1] != len(vector):
             raise RuntimeError(f"a BatchNorm of {len(vector)} channels was given {input.shape[1]}")
+        return called(input, input)
+
+    return forward
+
+
+def _same_along(norm: nn.Module, axis: int, called: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    size = len(norm.get_parameter("weight"))
+
+    def forward(input: Tensor) -> Tensor:
+        if input.shape[axis] != size:
+            raise RuntimeError(f"a norm of {size} channels was given {input.shape[axis]}")
         return called(input, input)
 
     return forward
