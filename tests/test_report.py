@@ -60,6 +60,7 @@ def test_a_finished_run_is_told_as_its_files_tell_it(trained):
     assert found.course["parameters"] == [row["parameters"] for row in rows]
     assert found.course["epoch"] == [1, 2, 3, 4, 5]
     assert found.events == [(row["epoch"], row["event"]) for row in rows if row["event"]] != []
+    assert all(" parameters in " in event for _, event in found.events)
     assert [(layer.name, layer.kept, layer.total) for layer in found.layers] == [
         (row["layer"], row["kept"], row["total"]) for row in plan["rows"]
     ]

@@ -145,6 +145,7 @@ def test_one_page_compares_what_is_finished(story):
     page = (story.folder / "report.html").read_text()
     assert all(f'"name":"{name}"' in page for name in GOOD)
     assert "lenet6" not in page
+    assert "report.html: those that are done on one page" in story.second.stdout
 
 
 @pytest.mark.slow

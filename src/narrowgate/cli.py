@@ -187,7 +187,8 @@ def build_app() -> "typer.Typer":
         runs: Annotated[
             list[Path],
             typer.Argument(
-                metavar="RUN", help="Folders of runs, finished or not, a folder of such folders, or records."
+                metavar="RUN",
+                help="Folders of runs, finished or not, a folder of such folders, or files of narrowgate record.",
             ),
         ],
         out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),

@@ -33,7 +33,7 @@ def add_commands(app: "typer.Typer") -> None:
         classes: Classes = None,
         image_shape: ImageShape = "",
     ) -> None:
-        """Show what of a network would be gated, what is coupled, what is a wall, and what it costs."""
+        """Show a network's layers: what each costs, its gates, what goes together, and what stays at full width."""
         from narrowgate.console import table_console
         from narrowgate.inspect_model import inspect_model
         from narrowgate.printing import print_inspection
@@ -71,9 +71,9 @@ def add_commands(app: "typer.Typer") -> None:
             Literal["32", "bf16"] | None,
             typer.Option(help="float32, or bfloat16.", show_default="32 on a CPU, bf16 on a GPU"),
         ] = None,
-        rounds: Annotated[int, typer.Option(min=2, metavar="N", help="At most; each runs both networks.")] = 30,
+        rounds: Annotated[int, typer.Option(min=2, metavar="N", help="How often each network is timed, at most.")] = 30,
         seconds: Annotated[
-            float, typer.Option(min=0, metavar="X", help="At most, for each mode and batch size.")
+            float, typer.Option(min=0, metavar="X", help="Time for each mode and batch size, at most.")
         ] = 5.0,
         json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers too.")] = None,
     ) -> None:

@@ -111,7 +111,8 @@ def _tell(folder: Path, found: Sequence[Outcome], console: Console) -> None:
     except (ReportError, RecipeError) as error:
         console.print(Text(f"no report: {error}"))
     else:
-        console.print(Text(f"{page}: all of them on one page, open it in a browser"), soft_wrap=True)
+        which = "all of them" if len(done) == len(found) else "those that are done"
+        console.print(Text(f"{page}: {which} on one page, open it in a browser"), soft_wrap=True)
 
 
 def _recipes(path: Path, settings: Sequence[str], trials: Sequence[Trial]) -> dict[str, Recipe]:

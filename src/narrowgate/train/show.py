@@ -191,7 +191,8 @@ def _remarks(result: Result) -> list[str]:
         lines.append(f"Exactness     max difference {error} between the outputs before and after removal")
     if result.finetune_epochs:
         plural = "s" if result.finetune_epochs > 1 else ""
-        lines.append(f"Fine-tuning   {result.finetune_epochs} epoch{plural} after the removal")
+        change = f"test accuracy {result.accuracy_removed:.2%} -> {result.accuracy:.2%}"
+        lines.append(f"Fine-tuning   {result.finetune_epochs} epoch{plural} after the removal, {change}")
     processes = f", {result.processes} processes" if result.processes > 1 else ""
     epochs = "1 epoch" if result.epochs == 1 else f"{result.epochs} epochs"
     lines.append(f"Training      {epochs} in {duration(result.seconds)} on {result.device}{processes}")

@@ -265,7 +265,8 @@ class Training:
                 self.budget.remember()
             self.team.check_same(self.shrinker.digest(), "removed other channels")
             self.left = Size.of(self.parts.model, self.example)
-            event = f"shrunk {shrunk.parameters_before:,} -> {shrunk.parameters_after:,} in {shrunk.seconds:.1f} s"
+            sizes = f"{shrunk.parameters_before:,} -> {shrunk.parameters_after:,} parameters"
+            event = f"shrunk {sizes} in {shrunk.seconds:.1f} s"
             before = self.batch
             self.fit_batch(self.left)
             if self.batch != before:
