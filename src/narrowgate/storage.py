@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from narrowgate._version import __version__
 from narrowgate.atomic import replace_folder, surviving_folder
 from narrowgate.dtensors import check_whole
-from narrowgate.flow.idle import beside_idle
+from narrowgate.flow.idle import beside_idle, is_replaced
 from narrowgate.flow.plan import Plan
 from narrowgate.flow.surgery import PlanError, TiesError, compact
 from narrowgate.flow.ungated import FrozenGate
@@ -155,8 +155,8 @@ def _check_model(small: nn.Module, plan: Plan) -> None:
 
 def _really_idle(small: nn.Module, plan: Plan) -> dict[str, str]:
     """The modules that were replaced: ``compact_`` leaves them narrow, and they have weights to save."""
-    whole = {name for name, module in small.named_modules() if next(module.parameters(), None) is not None}
-    return {name: kind for name, kind in plan.idle.items() if name not in whole}
+    modules = dict(small.named_modules(remove_duplicate=False))
+    return {name: kind for name, kind in plan.idle.items() if name not in modules or is_replaced(modules[name])}
 
 
 def describe(small: nn.Module, files: dict[str, bytes]) -> dict[str, Any]:

@@ -2,20 +2,18 @@
 
 A block whose branch is dead adds zeros to its input. It is replaced by ``nn.Identity``, launches, norms and all. A
 branch that is a module, such as the MLP of a transformer's block, is replaced by one of PyTorch's that gives zeros, and
-the norm in front of it goes too. This is proved in the graph. What the graph does not show, code that asks a block for
-an attribute or calls it with more than it reads, is tried: without these modules the model has to give the same bits,
-at several sizes.
+the norm in front of it goes too. This is proved in the graph, in training mode as far as memory goes, and what no graph
+shows is tried (``tried.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _NormBase
@@ -24,48 +22,87 @@ from narrowgate.flow.analysis import Flow
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.decide import Decision
 from narrowgate.flow.layers import Zeros
+from narrowgate.flow.mixing import is_patched
+from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import State
-from narrowgate.flow.trace import ExampleInputs, call_arguments, in_mode, is_in_place, overwritten
-from narrowgate.flow.trials import trials
+from narrowgate.flow.trace import ExampleInputs, Graph, TraceError, is_in_place, memory_of, writes
+from narrowgate.flow.tried import IDENTITY, UNREAD, ZEROS, go_unmissed
 from narrowgate.flow.unchanged import alike, is_zero, keeps_size, origin
 from narrowgate.flow.unknown import lacks_numbers
-from narrowgate.flow.verify import outputs_of, that_run
 
 if TYPE_CHECKING:
     from narrowgate.flow.plan import Plan
 
-IDENTITY, ZEROS = "identity", "zeros"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase, *(getattr(nn, kind) for kind in ("RMSNorm",) if hasattr(nn, kind)))
 
 
 def idle_modules(
-    flow: Flow, decision: Decision, model: nn.Module, example_inputs: ExampleInputs, layout: str
+    flow: Flow,
+    decision: Decision,
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    layout: str,
+    tracer: Callable[..., Graph],
 ) -> dict[str, str]:
-    """The modules that do nothing, or give zeros, once a decision is carried out: by name, which of the two."""
+    """The modules that do nothing, or give zeros, once a decision is carried out: by name, which of the two.
+
+    ``unread`` is what a norm gives that only the latter read.
+    """
     if lacks_numbers(model) or not any(is_zero(flow, node) for node in flow.states if node.op == "call_function"):
         return {}
     calls = _calls(flow)
     found = dict.fromkeys(_outermost(_identities(flow, calls), flow), IDENTITY)
     zeros = [name for name in _zeros(flow, decision, calls) if not is_inside(name, found)]
     found |= dict.fromkeys(_outermost(zeros, None), ZEROS)
-    same = partial(_gives_the_same, model, layout, example_inputs)
+    found = _that_may_go_from_training(flow, found, model, example_inputs, tracer)
+    without = partial(shared_without_idle, layout=layout)
+
+    def unmissed(some: Mapping[str, str]) -> bool:
+        return go_unmissed(model, some, example_inputs, partial(without, idle=some))
+
     idle = found
-    if found and not same(found):  # what the code around one block does not allow, it allows for none of its class
+    if found and not unmissed(found):  # what the code around one block does not allow, it allows for none of its class
         kinds: dict[type[nn.Module], dict[str, str]] = {}
         for name, kind in found.items():
             kinds.setdefault(type(flow.modules[name]), {})[name] = kind
         idle = {}
         for several in kinds.values():
-            idle |= several if same(idle | several) else {}
-    norms = dict.fromkeys(_norms_before(flow, calls, idle), IDENTITY)
-    return idle | norms if norms and same(idle | norms) else idle
+            idle |= several if unmissed(idle | several) else {}
+    norms = dict.fromkeys(_norms_before(flow, calls, idle), UNREAD)
+    return idle | norms if norms and unmissed(idle | norms) else idle
+
+
+def _that_may_go_from_training(
+    flow: Flow,
+    found: dict[str, str],
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tracer: Callable[..., Graph],
+) -> dict[str, str]:
+    """Those that have one input and one output in training mode, too, and whose memory nobody writes to there."""
+    if not found:
+        return {}
+    try:
+        graph = tracer(model, example_inputs, train=True, frozen=flow.frozen_norms)
+    except TraceError:
+        return {}
+    other = Flow(graph, model, flow.constants).run(RULES)
+    calls = _calls(other)
+    return {
+        name: kind
+        for name, kind in found.items()
+        if name in calls
+        and alike(calls[name].given, calls[name].result)
+        and _can_go(other, name, calls[name])
+        and (kind != IDENTITY or _memory_is_free(other, calls[name]))
+    }
 
 
 def idle_parts(model: nn.Module, idle: Mapping[str, str], layout: str) -> dict[int, nn.Module]:
     """What takes the place of a model's idle modules, by the ids of those."""
     # Nothing is above infinity, so that a Threshold gives zeros: an ordinary module, which takes one argument.
     zeros = partial(nn.Threshold, math.inf, 0.0) if layout == "aligned" else Zeros
-    made = {IDENTITY: nn.Identity, ZEROS: zeros}
+    made = {IDENTITY: nn.Identity, UNREAD: nn.Identity, ZEROS: zeros}
     return {id(model.get_submodule(name)): made[kind]() for name, kind in idle.items()}
 
 
@@ -77,7 +114,7 @@ def shared_without_idle(model: nn.Module, idle: Mapping[str, str], layout: str) 
 
 def without_idle(plan: Plan, idle: Mapping[str, str], model: nn.Module) -> Plan:
     """The plan with these modules, their layers and their parameters gone."""
-    verbs = {IDENTITY: "does nothing any more", ZEROS: "gives zeros"}
+    verbs = {IDENTITY: "does nothing any more", ZEROS: "gives zeros", UNREAD: "is not read any more"}
     rows = []
     for row in plan.rows:
         block = next((name for name in idle if is_inside(row.layer, [name])), None)
@@ -90,11 +127,11 @@ def without_idle(plan: Plan, idle: Mapping[str, str], model: nn.Module) -> Plan:
         for name, parameter in model.named_parameters()
         if is_inside(name, idle)
     )
-    gone += sum(
-        len(plan.cuts[edit.weight].keep.get(int(edit.transposed), ())) if edit.weight in plan.cuts else 0
-        for edit in plan.edits.values()
-        if edit.new_bias and is_inside(edit.layer, idle)
-    )
+    for edit in plan.edits.values():
+        if edit.new_bias and is_inside(edit.layer, idle):
+            how = plan.cuts.get(edit.weight)
+            shape = tuple(model.get_parameter(edit.weight).shape) if how is None else how.new_shape
+            gone += shape[int(edit.transposed)]
     return dataclasses.replace(
         plan, rows=rows, walls=walls, idle=dict(idle), parameters_after=plan.parameters_after - gone
     )
@@ -156,7 +193,7 @@ def _identities(flow: Flow, calls: dict[str, _Call]) -> Iterator[str]:
     """Modules with layers that give back what they get."""
     for name, call in calls.items():
         same = alike(call.given, call.result) and origin(flow, call.result) is origin(flow, call.given)
-        if same and _has_layers(flow, name) and _can_go(flow, name, call) and not _is_overwritten(flow, call):
+        if same and _has_layers(flow, name) and _can_go(flow, name, call) and _memory_is_free(flow, call):
             yield name
 
 
@@ -190,7 +227,7 @@ def _can_go(flow: Flow, name: str, call: _Call) -> bool:
     """Whether nobody looks at what happens in a module, and its tensors are nothing else's."""
     module = flow.modules[name]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(part, table) for part in module.modules() for table in hooks):
+    if any(is_patched(part) or getattr(part, table) for part in module.modules() for table in hooks):
         return False
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for named in (flow.modules[""].named_parameters, flow.modules[""].named_buffers):
@@ -201,18 +238,36 @@ def _can_go(flow: Flow, name: str, call: _Call) -> bool:
     return read_here and not any(is_inside(tensor, [name]) for tensor in flow.graph.written.values())
 
 
-def _is_overwritten(flow: Flow, call: _Call) -> bool:
-    """Whether what comes of a module is written to, which would be written to what went in, or is the model's input."""
-    writers = (node for node in call.readers.get(call.result, ()) if is_in_place(node))
-    if any(flow.reads(node, node.args[0]) is call.result for node in writers):
+def _memory_is_free(flow: Flow, call: _Call) -> bool:
+    """Whether what goes into a module and what comes out may be one tensor: nobody writes to either of them afterwards,
+    and the model does not hand out both, or what came in from outside."""
+    graph = flow.graph
+    memory = memory_of(graph.nodes)
+    given, result = memory[call.given], memory[call.result]
+    if given is result:
         return True
-    return origin(flow, call.given).op == "placeholder" and overwritten(call.result, flow.graph)
+    if graph.functionalised:  # who writes where is not to be seen any more
+        return False
+    start = min(flow.order[node] for node in call.nodes)
+    for node in graph.nodes:
+        if node.op == "call_function" and writes(node) and flow.order[node] >= start:
+            targets = [node.args[0]] if is_in_place(node) else node.all_input_nodes
+            touched = {memory[target] for target in targets if isinstance(target, Node)}
+            if given in touched or (result in touched and node not in call.nodes):
+                return False
+    handed_out = {memory[flow.resolve(node)] for node in graph.outputs}
+    return result not in handed_out or (given not in handed_out and given.op != "placeholder")
 
 
 def _width(flow: Flow, decision: Decision, node: Node) -> int | None:
     """How many channels a tensor has left, of those that are labelled."""
     state = flow.states.get(node)
     return len(decision.positions(state.labels)) if isinstance(state, State) and state.axis is not None else None
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether this is what took the place of an idle module."""
+    return type(module) in (nn.Identity, nn.Threshold, Zeros)
 
 
 def is_inside(name: str, blocks: Iterable[str]) -> bool:
@@ -224,17 +279,3 @@ def _outermost(names: Iterable[str], flow: Flow | None) -> list[str]:
     lists = (nn.Sequential, nn.ModuleList)
     found = [name for name in names if flow is None or type(flow.modules[name]) not in lists]
     return [name for name in found if not is_inside(name, [other for other in found if other != name])]
-
-
-def _gives_the_same(model: nn.Module, layout: str, example_inputs: ExampleInputs, idle: Mapping[str, str]) -> bool:
-    """Whether a model without these modules gives the same for the example inputs, other batches and other sizes."""
-    try:
-        other = shared_without_idle(model, idle, layout)
-        with in_mode(model, False), in_mode(other, False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            batches, expected = that_run(model, trials(*call_arguments(example_inputs), other_sizes=True))
-            return all(
-                len(want) == len(got := outputs_of(other, *batch)) and all(map(torch.equal, want, got))
-                for batch, want in zip(batches, expected, strict=True)
-            )
-    except Exception:  # code that asks for a module's attributes, or calls it with more than one argument
-        return False

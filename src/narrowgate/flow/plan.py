@@ -19,7 +19,7 @@ from narrowgate.flow.decide import EQUAL_GROUPS, Decision, decide
 from narrowgate.flow.editing import counted_norms, edit_of, left_by_group
 from narrowgate.flow.idle import beside_idle, idle_modules, shared_without_idle, without_idle
 from narrowgate.flow.numbers import needed_numbers
-from narrowgate.flow.replay import find_trouble, pin_what_breaks
+from narrowgate.flow.replay import find_trouble, modes_of, pin_what_breaks
 from narrowgate.flow.rules import swept
 from narrowgate.flow.scatter import gather_before_norms, narrow_to_own_channels
 from narrowgate.flow.trace import ExampleInputs, Graph, layer_of, op_name, trace, without_gc
@@ -57,7 +57,8 @@ class Plan:
         widths: attributes of blocks that get another number, such as a number of heads.
         parameters_before: of the model without gates.
         parameters_after: of the small model.
-        idle: modules that ``compact`` replaces by one that does as much: ``identity``, or ``zeros``.
+        idle: modules that ``compact`` replaces by one that does as much: ``identity``, ``zeros``, or for a norm that
+            only those read, ``unread``.
     """
 
     layout: str
@@ -205,7 +206,7 @@ def plan_traced(
     decision, made = _settled(flow, plain, example_inputs, layout, round_to)
     if training or not to_cut:
         return made
-    return _with_idle(flow, decision, made, plain, example_inputs)
+    return _with_idle(flow, decision, made, plain, example_inputs, tracer)
 
 
 def _settled(
@@ -230,15 +231,24 @@ def _settled(
         return decision, made
 
 
-def _with_idle(flow: Flow, decision: Decision, made: Plan, plain: nn.Module, example_inputs: ExampleInputs) -> Plan:
-    """The plan with modules that do nothing any more taken out, if what is left runs as planned."""
-    idle = idle_modules(flow, decision, plain, example_inputs, made.layout)
+def _with_idle(
+    flow: Flow,
+    decision: Decision,
+    made: Plan,
+    plain: nn.Module,
+    example_inputs: ExampleInputs,
+    tracer: Callable[..., Graph],
+) -> Plan:
+    """The plan with modules that do nothing any more taken out, if what is left runs as planned in the same modes."""
+    idle = idle_modules(flow, decision, plain, example_inputs, made.layout, tracer)
     if not idle:
         return made
+    modes = modes_of(flow, plain, example_inputs)
     left, found = shared_without_idle(plain, idle, made.layout), without_idle(made, idle, plain)
     flow.replayed, flow.idle = None, set(idle)
+    runs = modes_of(flow, left, example_inputs) == modes
     trouble = find_trouble(flow, decision, beside_idle(found), left, example_inputs)
-    return found if trouble is None else made
+    return found if runs and trouble is None else made
 
 
 def _works(

@@ -249,6 +249,11 @@ def _predicted(decision: Decision, state: State) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def modes_of(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> set[bool]:
+    """Whether a model runs on shapes in eval mode, and in training mode: a set of these."""
+    return set(_reference(flow, model, example_inputs)[0])
+
+
 def _reference(flow: Flow, model: nn.Module, example_inputs: ExampleInputs) -> tuple[dict[bool, list[Event]], str]:
     """What the large model does in eval mode and, if it runs there, in training; and the device of the skeletons.
 

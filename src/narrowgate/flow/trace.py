@@ -303,7 +303,7 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def is_in_place(node: Node) -> bool:
     """Whether an operation overwrites its first argument, and that alone: not a list of them, as ``_foreach_add_``."""
     name = op_name(node)
-    if node.op != "call_function" or not name.endswith("_") or name.startswith("__") or not _writes(node):
+    if node.op != "call_function" or not name.endswith("_") or name.startswith("__") or not writes(node):
         return False
     if not node.args or not isinstance(node.args[0], Node):
         return False
@@ -319,7 +319,7 @@ def overwritten(node: Node, graph: Graph) -> bool:
     while waiting:
         at = waiting.pop()
         for user in at.users:
-            if user.op == "output" or (_writes(user) and (user.args[0] is at or not is_in_place(user))):
+            if user.op == "output" or (writes(user) and (user.args[0] is at or not is_in_place(user))):
                 return True
             if user.target is torch.ops.aten.as_strided.default:
                 return True
@@ -328,21 +328,28 @@ def overwritten(node: Node, graph: Graph) -> bool:
     return False
 
 
+def memory_of(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """For each result, the first one that has the memory which it may share."""
+    memory: dict[Node, Node] = {}
+    for node in nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        memory[node] = memory[source] if source is not None and _shares_memory(node) else node
+    return memory
+
+
 def _mutates_through_views(nodes: list[Node]) -> bool:
     """Whether a tensor is overwritten while another one that shares its memory is read afterwards.
 
     Simple in-place operations (``relu_``) need no functionalisation; that pass would double the tracing time.
     """
     order = {node: i for i, node in enumerate(nodes)}
-    memory: dict[Node, Node] = {}  # the first node of each piece of memory
+    memory = memory_of(nodes)
     sharing: dict[Node, list[Node]] = {}
     for node in nodes:
-        if _writes(node) and not is_in_place(node):
+        if writes(node) and not is_in_place(node):
             return True
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        memory[node] = memory[source] if source is not None and _shares_memory(node) else node
         if is_in_place(node):
-            others = [other for other in sharing.get(memory[node], []) if other is not source]
+            others = [other for other in sharing.get(memory[node], []) if other is not node.args[0]]
             if any(order[user] > order[node] for other in others for user in other.users):
                 return True
         sharing.setdefault(memory[node], []).append(node)
@@ -353,16 +360,11 @@ def _writes_to_tensors(graph: fx.Graph, program: ExportedProgram) -> bool:
     """Whether a forward pass leaves something in a buffer or parameter: a count, a running average."""
     signature = program.graph_signature
     tensors = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
-    memory: dict[Node, Node] = {}
-    for node in graph.nodes:
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        memory[node] = memory[source] if source is not None and _shares_memory(node) else node
-        if _writes(node) and memory[node].name in tensors:
-            return True
-    return False
+    return any(writes(node) and first.name in tensors for node, first in memory_of(graph.nodes).items())
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
+    """Whether an operation overwrites something that it is given."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 

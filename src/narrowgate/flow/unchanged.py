@@ -12,7 +12,8 @@ from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.state import State
 from narrowgate.flow.trace import is_in_place, op_name
 
-_SAME_VALUE = frozenset("dropout feature_dropout alpha_dropout clone contiguous alias detach lift_fresh".split())
+_DROPOUTS = frozenset("dropout feature_dropout alpha_dropout".split())
+_SAME_VALUE = frozenset("clone contiguous alias lift_fresh".split())
 _RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze _unsafe_view".split())
 _NEVER_NEGATIVE = frozenset("relu relu6 sigmoid hardsigmoid softmax _softmax abs".split())
 _KEEP_SIGN = frozenset("max_pool2d max_pool1d max_pool3d avg_pool2d adaptive_avg_pool2d mean".split())
@@ -80,8 +81,10 @@ def _same_as(flow: Flow, node: Node) -> Node | None:
     name, first = _name(node), flow.reads(node, node.args[0])
     if name in ("add", "sub"):
         return _but_for_zeros(flow, node, first, name)
+    if name in _DROPOUTS:  # in eval mode; one that does something in training would be missed there
+        return first if float(arg(node, 1, "p", 1.0)) == 0 else None
     if name in _SAME_VALUE:
-        return first if alike(first, node) and not arg(node, 2, "train", False) else None
+        return first if alike(first, node) else None
     if name in _RESHAPES:
         return first
     if name in ("relu", "relu6", "hardtanh"):
@@ -116,7 +119,13 @@ def _is_never_negative(flow: Flow, node: Node) -> bool:
         return True
     if name == "hardtanh":
         return float(arg(node, 1, "min_val", -1)) >= 0
-    reads = [flow.reads(node, source) for source in node.all_input_nodes]
-    if name in _KEEP_SIGN | _SAME_VALUE | _RESHAPES:
-        return _is_never_negative(flow, flow.reads(node, node.args[0]))
-    return name in ("add", "cat") and arg(node, 2, "alpha", 1) == 1 and all(_is_never_negative(flow, r) for r in reads)
+    if name in _KEEP_SIGN | _SAME_VALUE | _RESHAPES | _DROPOUTS:
+        divided = name == "avg_pool2d" and arg(node, 6, "divisor_override") is not None
+        return not divided and _is_never_negative(flow, flow.reads(node, node.args[0]))
+    terms: list[Any] = list(node.args[0]) if name == "cat" else list(node.args[:2])  # type: ignore[arg-type]
+    if name not in ("add", "cat") or node.kwargs.get("alpha", 1) != 1:
+        return False
+    return all(
+        _is_never_negative(flow, flow.reads(node, term)) if isinstance(term, Node) else float(term) >= 0
+        for term in terms
+    )
