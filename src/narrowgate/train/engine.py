@@ -18,6 +18,7 @@ from narrowgate.atomic import remove_leftovers, replace_file, surviving_folder
 from narrowgate.storage import save as save_small
 from narrowgate.train.checkpoint import Checkpoints
 from narrowgate.train.data import Data, DataError, FolderData, load_data
+from narrowgate.train.factors import kept_apart
 from narrowgate.train.feed import Place
 from narrowgate.train.finish import Result
 from narrowgate.train.lock import alone_in
@@ -94,7 +95,8 @@ def _finish(training: Training, folder: Path) -> Result:
     size = Size.of(pruned.small, training.example)
     removed = training.accuracy(pruned.small, "test")
     if recipe.finish.finetune_epochs:
-        _fine_tune(training, pruned.small)
+        with kept_apart(pruned.small, pruned.factors):
+            _fine_tune(training, pruned.small)
     result = Result(
         accuracy=training.accuracy(pruned.small, "test") if recipe.finish.finetune_epochs else removed,
         accuracy_gated=gated,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from narrowgate.flow.compose import compose
 from narrowgate.flow.trace import ExampleInputs
 from narrowgate.gateset import Gates
 from narrowgate.rivals.wiring import rescale_
+from narrowgate.train.factors import gate_factors
 from narrowgate.train.ranking import close_smallest_
 from narrowgate.train.recipe import Recipe
 from narrowgate.train.run_folder import RESULT
@@ -35,6 +36,8 @@ class Pruned:
     verification: Verification | None
     """None where the removal is not meant to be exact (``shrink.constants`` is fold or drop)."""
     closed_by_threshold: int
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the gates were that were multiplied into the small network's parameters, where it is to be fine-tuned."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,9 @@ def prune(
     part = recipe.shrink
     how = {"layout": part.layout, "constants": part.constants, "round_to": part.round_to}
     try:
-        return Pruned(*remove(model, example, earlier, agree, **how), closed)
+        small, last, proof = _removed(model, example, agree, **how)
+        factors = gate_factors(model, last) if recipe.finish.finetune_epochs else {}
+        return Pruned(small, _composed(earlier, last), proof, closed, factors)
     except CollapseError as error:
         if not closed:
             raise
@@ -150,10 +155,21 @@ def remove(
         agree: gives all processes the plan of one.
         how: layout, constants and round_to, as for ``ng.plan``; the proof is None where constants are not exact.
     """
+    small, last, proof = _removed(model, example_inputs, agree, **how)
+    return small, _composed(earlier, last), proof
+
+
+def _removed(
+    model: nn.Module, example_inputs: ExampleInputs, agree: Callable[[Plan], Plan], **how: Any
+) -> tuple[nn.Module, Plan, Verification | None]:
     last = agree(plan(model, example_inputs, **how))
     small = compact(model, last)
     proof = verify(model, small, example_inputs, other_sizes=False) if last.constants == "exact" else None
-    return small, last if earlier is None else compose(earlier, last), proof
+    return small, last, proof
+
+
+def _composed(earlier: Plan | None, last: Plan) -> Plan:
+    return last if earlier is None else compose(earlier, last)
 
 
 def _whole(model: nn.Module, full_size: int) -> tuple[nn.Module, Plan]:
