@@ -284,3 +284,19 @@ def test_recipe_ends_at_its_target_in_plain_layers(tmp_path):
     plan = ng.Plan.from_json((tmp_path / "run" / "small" / "plan.json").read_text())
     widths = {row.layer: row.kept for row in plan.rows}
     assert widths["stages.2.0.shortcut"] == widths["stages.2.0.conv3"] < 256
+
+
+def test_norms_that_count_where_training_mode_does_something_else():
+    """There the training graph is looked at too, and its norms may lose channels just as well."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.norm(self.first(x))
+            return self.last(F.relu(x) * (1 + torch.rand(()) if self.training else 1))
+
+    found = ng.coupled(Noisy().double(), torch.randn(4, 5, dtype=torch.float64))
+    assert [list(bundle.layers) for bundle in found.bundles] == [["first", "norm"]]

@@ -53,7 +53,7 @@ def pin_training_only(
         flow.walls += _not_run(graph, model, unseen)
         _pin_what_they_read(flow, Flow(graph, model, flow.constants).run(RULES), unseen)
     if flow.closed is not None and not flow.seen_in_training:
-        other = swept(graph, model, flow.constants, flow.closed, flow.numbers)
+        other = swept(graph, model, flow.constants, flow.closed, flow.numbers, flow.narrow_norms)
         flow.join(other)
         flow.walls += [wall for wall in other.walls if wall not in flow.walls]
         _pin_what_differs(flow, other)
