@@ -9,7 +9,7 @@ from flow_helpers import Net, assert_same_function, assert_trains, close_, image
 from helpers import assert_same
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models.convnext import LayerNorm2d
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt, LayerNorm2d
 
 import narrowgate as ng
 from narrowgate import streamed
@@ -271,6 +271,35 @@ def test_gates_on_layer_and_norm_together(placement):
     merged = ng.merge_gates_(copy.deepcopy(model))
     assert type(merged.bn1) is nn.GroupNorm
     assert_same(merged(x), model(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+@pytest.mark.slow
+def test_the_streams_of_a_convnext(library):
+    """Its norms are subclasses of PyTorch's, with a forward of their own."""
+    torch.manual_seed(0)
+    if library == "timm":
+        timm = pytest.importorskip("timm")
+        model = timm.create_model("convnext_atto", num_classes=5)
+    else:
+        stages = [CNBlockConfig(width, wider, 2) for width, wider in ((12, 24), (24, 36), (36, None))]
+        model = ConvNeXt(stages, num_classes=5)
+    model.double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gamma" in name or "layer_scale" in name:  # they begin so small that blocks hardly matter
+                parameter.normal_()
+    nn.init.normal_(list(model.modules())[-1].weight if library == "torchvision" else model.head.fc.weight)
+    x = image(size=64)
+    whole, kinds = model(x), [type(module) for module in model.modules()]
+    gates = ng.attach_gates_(model, groups=ng.coupled(model, x), keep_function=True)
+    assert_same(model(x), whole, rtol=0, atol=1e-9)
+    for gate in gates.modules():
+        gate.close_(torch.arange(gate.size) % 2 == 1)
+    plan = ng.plan(model, x, layout="scatter")
+    ng.verify(model, ng.compact(model, plan), x)
+    assert {row.kept / row.total for row in plan.rows if row.total != 5} == {0.5}
+    assert [type(module) for module in ng.merge_gates_(model).modules()] == kinds
 
 
 def test_groups_of_ones_own_on_a_group_norm():

@@ -184,6 +184,13 @@ class GatedLayerNorm(GatedLayer, nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, *self.effective(), self.eps)
 
 
+class GatedLayerNorm2d(GatedLayerNorm):
+    """The same for one that turns pictures, as torchvision's and timm's ``LayerNorm2d`` do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class GatedGroupNorm(GatedLayer, nn.GroupNorm):
     """The same for a norm of groups of channels."""
 

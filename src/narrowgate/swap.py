@@ -39,6 +39,14 @@ _SWAPS: dict[type[nn.Module], type[GatedLayer]] = {
     )
 }
 
+# Other libraries' norms that do what PyTorch's do, in training mode too, and the class that gates each.
+KNOWN_NORMS: dict[str, type[GatedLayer]] = {
+    "torchvision.models.convnext.LayerNorm2d": gated.GatedLayerNorm2d,
+    "timm.layers.norm.LayerNorm": gated.GatedLayerNorm,
+    "timm.layers.norm.LayerNorm2d": gated.GatedLayerNorm2d,
+    "timm.layers.norm.GroupNorm": gated.GatedGroupNorm,
+}
+_GATED_NORMS: dict[type[nn.Module], type[GatedLayer]] = {}
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
@@ -95,7 +103,18 @@ def _gated_class(layer: nn.Module) -> type[GatedLayer] | None:
         return type(layer)
     if "forward" in layer.__dict__ or not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return None  # a forward put on the instance, or a weight made anew for every call (weight_norm, prune)
-    return _gated_conv1d() if full_name(type(layer)) == _CONV1D else _SWAPS.get(type(layer))
+    name = full_name(type(layer))
+    if name in KNOWN_NORMS:
+        return _gated_norm(type(layer))
+    return _gated_conv1d() if name == _CONV1D else _SWAPS.get(type(layer))
+
+
+def _gated_norm(plain: type[nn.Module]) -> type[GatedLayer]:
+    """A class of its own for another library's norm, which merging makes it again."""
+    if plain not in _GATED_NORMS:
+        gives = KNOWN_NORMS[full_name(plain)]
+        _GATED_NORMS[plain] = type(f"Gated{plain.__name__}", (gives, plain), {"plain_class": plain})
+    return _GATED_NORMS[plain]
 
 
 def _gated_conv1d() -> type[GatedLayer]:

@@ -18,14 +18,10 @@ from narrowgate.flow.movement import arg, shape_of
 from narrowgate.flow.pooling import like, put_per_channel
 from narrowgate.flow.state import PINNED, Mask, State, Values, labelled, unlabelled
 from narrowgate.flow.trace import layer_of, op_name
-from narrowgate.swap import full_name
+from narrowgate.swap import KNOWN_NORMS, full_name
 
-# Norms of which the remover knows all that they do, in training mode too.
-_NARROWED = frozenset(
-    """torch.nn.modules.normalization.LayerNorm torch.nn.modules.normalization.GroupNorm
-    torchvision.models.convnext.LayerNorm2d
-    timm.layers.norm.LayerNorm timm.layers.norm.LayerNorm2d timm.layers.norm.GroupNorm""".split()
-)
+# Norms of which it is known that they do no more, in training mode too.
+_NARROWED = {*KNOWN_NORMS, *map(full_name, (nn.LayerNorm, nn.GroupNorm))}
 _COMPUTED = "its scale or shift is computed, not a parameter"
 
 
