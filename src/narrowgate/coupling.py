@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from narrowgate.flow.analysis import ClosedGates, Flow
 from narrowgate.flow.copies import copy_structure
-from narrowgate.flow.decide import CollapseError, components, decide
+from narrowgate.flow.decide import CollapseError, Decision, components, decide
 from narrowgate.flow.plan import plan_traced
 from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import PINNED, Labels
@@ -101,9 +101,10 @@ class _Search:
             else:
                 left[key] = _Members(can)
         goal = self._gone(left)
-        for key in [key for key in left if not goal[key]]:
-            self._hold(self.all[key], f"these channels stay: {self._why(left, key)}")
-            del left[key]
+        held = {key: left.pop(key) for key in list(left) if not goal[key]}
+        because = self._closed_on(held) if held else (None, {})
+        for key in held:
+            self._hold(self.all[key], f"these channels stay: {self._why(*because, key)}")
         for turn in range(max((len(members.numbers) for members in left.values()), default=0)):
             left = self._without(turn, left, goal)
         self._check(left)
@@ -163,13 +164,19 @@ class _Search:
 
     def _gone(self, left: dict[int, _Members]) -> dict[int, int]:
         """How many outputs of their layers go if every second channel of each bundle is closed on these."""
+        decision, outputs = self._closed_on(left)
+        if decision is None:
+            return dict.fromkeys(left, 0)
+        gone = {name: int((~decision.kept[labels]).sum()) for name, labels in outputs.items()}
+        return {key: sum(gone[name] for name in self.all[key].numbers) for key in left}
+
+    def _closed_on(self, left: dict[int, _Members]) -> tuple[Decision | None, dict[str, Labels]]:
+        """What would stay, and what is known of the layers' outputs; nothing is decided where all would collapse."""
         flow = self._sweep(self._closed(left.values()))
         try:
-            kept = decide(flow).kept
+            return decide(flow), _outputs(flow)
         except CollapseError:
-            return dict.fromkeys(left, 0)
-        rows = {name: kept[labels] for name, labels in _outputs(flow).items()}
-        return {key: sum(int((~rows[name]).sum()) for name in self.all[key].numbers) for key in left}
+            return None, _outputs(flow)
 
     def _closed(self, several: Iterable[_Members]) -> ClosedGates:
         closed: ClosedGates = {}
@@ -179,12 +186,10 @@ class _Search:
                 closed[f"{name}.weight"] = (None, rows) if _is_turned(self.layers[name]) else (rows, None)
         return closed
 
-    def _why(self, left: dict[int, _Members], key: int) -> str:
-        decision = decide(flow := self._sweep(self._closed([left[key]])))
-        names = self.all[key].numbers
-        whys = [
-            str(w) for n, labels in _outputs(flow).items() if n in names for w in decision.why[labels] if w != "used"
-        ]
+    def _why(self, decision: Decision | None, outputs: dict[str, Labels], key: int) -> str:
+        """What keeps the channels of a bundle for the most part."""
+        labels = [outputs[name] for name in self.all[key].numbers]
+        whys = [] if decision is None else [str(why) for each in labels for why in decision.why[each] if why != "used"]
         return Counter(whys).most_common(1)[0][0] if whys else "what writes them is more than these layers"
 
     def _without(self, turn: int, left: dict[int, _Members], goal: dict[int, int]) -> dict[int, _Members]:
