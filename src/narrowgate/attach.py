@@ -37,6 +37,7 @@ from narrowgate.swap import (
     divide_by_gate_,
     gate_layer_,
     merge_layer_,
+    out_channels,
     tied_to_gated,
     why_tied,
 )
@@ -175,6 +176,12 @@ def _chosen_of_coupled(
             skipped |= dict.fromkeys(others, f"it shares its channels with {left_out[0]}, which where= leaves out")
             continue
         places = [(norms.get(name, (name, layers[name])), numbers) for name, numbers in bundle.layers.items()]
+        for (name, layer), numbers in places:
+            if out_channels(layer) != len(numbers):
+                raise ValueError(
+                    f"these coupled channels are of another model: there {name!r} had {len(numbers)}, here it has "
+                    f"{out_channels(layer)}"
+                )
         parts = tuple(Part(name, layer, "gate", numbers) for (name, layer), numbers in places)
         families.append(Family(parts[0].name, tuple(f"{parts[0].name}.{i}" for i in range(bundle.size)), parts))
     if not sites and not families:

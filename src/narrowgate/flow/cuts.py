@@ -25,15 +25,16 @@ class Cut:
 class Counted:
     """What a norm across channels has to know of those that are gone, which still count in its mean and variance.
 
-    ``members`` says in which group each channel that is left is; a group had ``size`` channels, and ``sums`` and
-    ``squares`` are those of the constants in it that are gone. ``axis`` is where its module has the channels.
+    ``members`` says in which group each channel that is left is; a group had ``size`` channels, ``means`` are those of
+    the constants in it that are gone, and ``spreads`` the sums of their squared distances from these. ``axis`` is where
+    its module has the channels.
     """
 
     axis: int
     size: int
     members: list[int]
-    sums: list[float]
-    squares: list[float]
+    means: list[float]
+    spreads: list[float]
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,12 @@ def counted_norms(flow: Flow, decision: Decision) -> dict[str, Edit]:
         if kept.all():
             continue
         size = len(kept) // norm.groups
-        gone = np.where(kept, 0.0, np.nan_to_num(norm.values, nan=0.0)).reshape(norm.groups, size)
+        gone = ~kept.reshape(norm.groups, size)
+        constants = np.where(gone, np.nan_to_num(norm.values, nan=0.0).reshape(norm.groups, size), 0.0)
+        means = constants.sum(1) / np.maximum(1, gone.sum(1))
+        spreads = np.where(gone, np.square(constants - means[:, None]), 0.0).sum(1)
         members = np.flatnonzero(kept) // size
-        counted = Counted(norm.axis, size, members.tolist(), gone.sum(1).tolist(), np.square(gone).sum(1).tolist())
+        counted = Counted(norm.axis, size, members.tolist(), means.tolist(), spreads.tolist())
         edits[norm.weight] = Edit(layer, norm.weight, None, 1, False, counted=counted)
     return edits
 

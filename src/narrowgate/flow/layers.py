@@ -139,34 +139,31 @@ class NarrowNorm(nn.Module):
     def count_(self, counted: Counted) -> None:
         """Say what is gone."""
         self.axis, self.size = counted.axis, counted.size
-        device, numbers = self.weight.device, [counted.sums, counted.squares]
+        device, numbers = self.weight.device, [counted.means, counted.spreads]
         members = torch.tensor(counted.members, dtype=torch.long, device=device)
-        table = nn.functional.one_hot(members, len(counted.sums))  # in which group each channel is
+        table = nn.functional.one_hot(members, len(counted.means))  # in which group each channel is
         gone = torch.tensor(numbers, dtype=self.weight.dtype, device=device) if any(map(any, numbers)) else None
         for key, tensor in (("members", members), ("table", table), ("gone", gone)):
             self.register_buffer(key, tensor, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input.movedim(self.axis, 1)
-        shape = x.shape
-        x = self._apart(x.to(torch.promote_types(x.dtype, torch.float32)))
+        x = self._apart(input).to(torch.promote_types(input.dtype, torch.float32))
         table, places = self.table.to(x.dtype), x.shape[2]
         count, missing = self.size * places, places * (self.size - table.sum(0))
-        sums, squares = (x.new_zeros(1), x.new_zeros(1)) if self.gone is None else places * self.gone.to(x.dtype)
-        mean = ((x.sum(2)[:, :, None] * table).sum(1) + sums) / count
+        means, spreads = (x.new_zeros(1), x.new_zeros(1)) if self.gone is None else self.gone.to(x.dtype)
+        mean = ((x.sum(2)[:, :, None] * table).sum(1) + missing * means) / count
         x = x - mean[:, self.members, None]
-        others = squares - 2 * mean * sums + missing * mean.square()  # of what is gone, less the mean, squared
+        others = places * spreads + missing * (mean - means).square()
         variance = ((x.square().sum(2)[:, :, None] * table).sum(1) + others) / count
         x = x * (variance + self.eps).rsqrt()[:, self.members, None] * self.weight[:, None]
-        x = self._together(x if self.bias is None else x + self.bias[:, None], shape)
-        return x.movedim(1, self.axis).to(self._dtype(input))
+        return self._together(x if self.bias is None else x + self.bias[:, None], input).to(self._dtype(input))
 
     def _apart(self, x: Tensor) -> Tensor:
         """What is normed together as (number, channel, place)."""
         return x.flatten(2) if x.dim() > 2 else x[:, :, None]
 
-    def _together(self, x: Tensor, shape: torch.Size) -> Tensor:
-        return x.reshape(shape)
+    def _together(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.reshape(like.shape)
 
     def _dtype(self, input: Tensor) -> torch.dtype:
         device = input.device.type  # autocast lets PyTorch's norms give out float32, but not on a CPU
@@ -185,10 +182,10 @@ class NarrowLayerNorm(NarrowNorm, nn.LayerNorm):
     """Each place has a mean of its own."""
 
     def _apart(self, x: Tensor) -> Tensor:
-        return x.movedim(1, -1).reshape(-1, x.shape[1], 1)
+        return x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis], 1)
 
-    def _together(self, x: Tensor, shape: torch.Size) -> Tensor:
-        return x.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    def _together(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.reshape(like.movedim(self.axis, -1).shape).movedim(-1, self.axis)
 
 
 def narrow_norm_(layer: nn.Module, counted: Counted) -> None:

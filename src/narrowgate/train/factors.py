@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from narrowgate.flow import Plan
 from narrowgate.flow.surgery import cut
 from narrowgate.gated import GatedLayer
+from narrowgate.swap import out_channels
 
 
 @torch.no_grad()
@@ -31,8 +32,7 @@ def gate_factors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
         weight = layer.get_parameter("weight")
         factors[f"{prefix}weight"] = layer.scale_weight(torch.ones_like(weight), out, into)
         if out is not None and out.dim():
-            width = weight.shape[1 if getattr(layer, "transposed", False) else 0]
-            factors[f"{prefix}bias"] = out.to(weight.dtype).expand(max(width, len(out))).clone()
+            factors[f"{prefix}bias"] = out.to(weight.dtype).expand(out_channels(layer)).clone()
             if (
                 layer._parameters.get("bias") is None and f"{prefix}weight" in plan.cuts
             ):  # one that constants called for
