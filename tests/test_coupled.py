@@ -219,8 +219,8 @@ MODELS = {
     "resnet18": (torchvision.models.resnet18, 4),
     "resnext50_32x4d": (torchvision.models.resnext50_32x4d, 4),
     "mobilenet_v2": (torchvision.models.mobilenet_v2, 5),
-    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, 4),
-    "efficientnet_b0": (torchvision.models.efficientnet_b0, 5),
+    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, 13),  # 9 of them with squeeze-excite
+    "efficientnet_b0": (torchvision.models.efficientnet_b0, 21),
     "densenet121": (torchvision.models.densenet121, 0),
     "squeezenet1_1": (torchvision.models.squeezenet1_1, 0),
     "preact": (lambda: PreActResNet(20), 3),
@@ -240,6 +240,11 @@ def test_half_of_every_gate_closed_halves_every_layer(name):
             nn.init.normal_(norm.bias, 0, 0.1)
     found = ng.coupled(model, x)
     assert len(found.bundles) == bundles
+    before = copy.deepcopy(model)  # where closed channels are the norms' shifts
+    close_odd_(ng.attach_gates_(before, groups=found))
+    plan = ng.plan(before, x)
+    ng.verify(before, ng.compact(before, plan), x)
+    assert plan.parameters_after < 0.36 * plan.parameters_before
     gates = ng.attach_gates_(model, groups=found, placement="after-norm")
     close_odd_(gates)
     plan = ng.plan(model, x)
@@ -300,3 +305,60 @@ def test_norms_that_count_where_training_mode_does_something_else():
 
     found = ng.coupled(Noisy().double(), torch.randn(4, 5, dtype=torch.float64))
     assert [list(bundle.layers) for bundle in found.bundles] == [["first", "norm"]]
+
+
+def test_a_factor_whose_norm_has_a_shift():
+    """Closed, it is that shift, and what it multiplies still varies: so both factors have the gates."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate, self.norm = nn.Linear(5, 8), nn.Linear(5, 8), nn.BatchNorm1d(8)
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(F.relu(self.up(x)) * self.norm(self.gate(x)))
+
+    x = torch.randn(4, 5, dtype=torch.float64)
+    model = settle_(Product(), x)
+    nn.init.normal_(model.norm.bias)
+    close_odd_(ng.attach_gates_(model, groups=ng.coupled(model, x)))
+    plan, _ = shrink(model, x, layout="aligned")
+    assert {row.layer: row.kept for row in plan.rows} == {"up": 4, "gate": 4, "last": 3}
+
+
+def test_layers_with_two_names():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8))
+            self.first, self.norm, self.last = self.all[0], self.all[1], nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(F.relu(self.norm(self.first(x))))
+
+    model, x = Twice().double(), torch.randn(4, 5, dtype=torch.float64)
+    found = ng.coupled(model, x)
+    assert [list(bundle.layers) for bundle in found.bundles] == [["all.0", "all.1"]]
+    close_odd_(ng.attach_gates_(model, groups=found))
+    plan, _ = shrink(model, x, layout="scatter")
+    assert {row.kept for row in plan.rows} == {4, 3}
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        model = Residual()
+    there = ng.coupled(model, torch.randn(2, 3, 8, 8))
+    assert there == ng.coupled(Residual(), torch.randn(2, 3, 8, 8))
+
+
+def test_coupled_channels_of_another_width():
+    def build(width):
+        return nn.Sequential(nn.Conv2d(3, width, 3), nn.GroupNorm(2, width), nn.Flatten(), nn.LazyLinear(3))
+
+    x = torch.randn(2, 3, 8, 8)
+    one, other = build(8), build(16)
+    one(x), other(x)
+    with pytest.raises(ValueError, match="there '0' had 8, here it has 16"):
+        ng.attach_gates_(other, groups=ng.coupled(one, x))
+    other(x)

@@ -80,3 +80,12 @@ def test_nothing_is_kept_apart_where_there_were_no_gates():
     x = torch.randn(2, 3, 8, 8)
     plan = ng.plan(model, x, layout="scatter")
     assert gate_factors(model, plan) == {}
+
+
+def test_one_gate_for_a_transposed_layer_with_groups():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 3, groups=2), nn.Flatten())
+    model = model.append(nn.Linear(512, 3)).double().eval()
+    ng.attach_gates_(model, where=lambda name, _: name == "0", blocks=lambda name, _: name == "2")
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    plan = ng.plan(model, x)
+    assert gate_factors(model, plan)["2.bias"].shape == (8,)

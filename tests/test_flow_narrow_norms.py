@@ -353,3 +353,29 @@ def test_a_network_of_batch_norms_is_planned_as_ever():
     model, x = PreActResNet(11, classes=3).eval(), torch.rand(2, 3, 16, 16)
     close_(model.conv1, [0, 1])
     assert not any(edit.counted for edit in ng.plan(model, x, layout="scatter").edits.values())
+
+
+@pytest.mark.parametrize("constant", [3.0, 100.0])
+def test_large_constants_cancel_nothing(constant):
+    """Their squares would hide everything else, and overflow in half precision."""
+    model = nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)).eval()
+    close_(model[0], range(12), constant)
+    nn.init.constant_(model[0].bias, constant)
+    close_(model[1], range(12))
+    x = torch.randn(64, 5)
+    small = ng.compact(model, ng.plan(model, x, layout="scatter"))
+    assert len(small[1].weight) == 4
+    ng.verify(model, small, x)
+    for half in (torch.bfloat16, torch.float16):
+        assert copy.deepcopy(small).to(half)(x.to(half)).isfinite().all()
+
+
+def test_one_axis():
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)).double().eval()
+    for layer in (model[0], model[1]):
+        close_(layer, [1, 4])
+    for example in (torch.randn(4, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)):
+        small = ng.compact(model, ng.plan(model, example, layout="scatter"))
+        assert len(small[1].weight) == 6
+        for x in (torch.randn(5).double(), torch.randn(4, 5).double(), torch.randn(2, 3, 5).double()):
+            assert_same(small(x), model(x), rtol=0, atol=1e-12)

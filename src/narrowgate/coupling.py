@@ -25,14 +25,15 @@ from narrowgate.flow.rules import RULES
 from narrowgate.flow.state import PINNED, Labels
 from narrowgate.flow.trace import ExampleInputs, Graph, Tracer, without_gc
 from narrowgate.flow.training import pin_training_only
-from narrowgate.flow.ungated import ungated
-from narrowgate.flow.unknown import lacks_numbers
+from narrowgate.flow.ungated import share_copy, ungated
+from narrowgate.flow.unknown import Numbers, has_numbers, lacks_numbers
+from narrowgate.flow.unproven import fill_vectors_, known_numbers
 from narrowgate.groups import Bundle, Coupled
 from narrowgate.sites import layers_of, refusals
 from narrowgate.swap import has_gated_class, is_conv1d
 
 _OUTPUT = "for the model's output"
-_NOT_RUN = "the example inputs do not lead through it"
+_NOT_RUN = "the example inputs do not lead through it, or it can't be followed"
 _WHOLE = "all of its channels go together, or none"
 
 
@@ -46,18 +47,27 @@ def coupled(model: nn.Module, example_inputs: ExampleInputs) -> Coupled:
     if not isinstance(model, nn.Module):
         raise TypeError(f"coupled needs a model, an nn.Module that was built, got {model!r}")
     with without_gc():
-        return _Search(_without_shifts(ungated(model)), example_inputs).found()
+        return _Search(*known_numbers(model, None), example_inputs).found()
 
 
-def _without_shifts(plain: nn.Module) -> nn.Module:
-    """The same with nothing to add anywhere, so that a closed channel is zero, wherever its gate will be."""
-    layers = [layer for _, layer in layers_of(plain)]
-    for module in (*layers, *(norm for norm in plain.modules() if isinstance(norm, _NormBase))):
+def _with_shifts(plain: nn.Module, shift: float) -> nn.Module:
+    """A copy with nothing to add in its layers, and this in its norms.
+
+    With 0 a closed channel is zero, as with gates behind norms; with 1 it is a constant, as with gates before them.
+    """
+    copied = share_copy(plain)
+    norms = [module for module in copied.modules() if isinstance(module, _NormBase)]
+    for module, number in (*((layer, 0.0) for _, layer in layers_of(copied)), *((norm, shift) for norm in norms)):
         if (bias := module._parameters.get("bias")) is not None:
-            module._parameters["bias"] = nn.Parameter(torch.zeros_like(bias), bias.requires_grad)
+            module._parameters["bias"] = nn.Parameter(_filled(bias, number), bias.requires_grad)
         if (mean := module._buffers.get("running_mean")) is not None:
-            module._buffers["running_mean"] = torch.zeros_like(mean)
-    return plain
+            module._buffers["running_mean"] = _filled(mean, 0.0)
+    return copied
+
+
+def _filled(like: torch.Tensor, number: float) -> torch.Tensor:
+    device = like.device if has_numbers(like) else "cpu"
+    return torch.full(like.shape, number, dtype=like.dtype, device=device)
 
 
 @dataclass
@@ -77,16 +87,20 @@ class _Members:
 
 
 class _Search:
-    def __init__(self, plain: nn.Module, example_inputs: ExampleInputs) -> None:
-        self.plain, self.example_inputs, self.tracer = plain, example_inputs, Tracer()
+    def __init__(self, model: nn.Module, numbers: Numbers | None, example_inputs: ExampleInputs) -> None:
+        plain = _with_shifts(ungated(model), 0.0)
+        self.numbers, self.example_inputs, self.tracer = numbers, example_inputs, Tracer()
         self.graph: Graph = self.tracer(plain, example_inputs)
+        fill_vectors_(plain, numbers, self.graph, "drop")
+        self.plain, self.shifted = plain, _with_shifts(plain, 1.0)
+        self.first = {id(module): name for name, module in reversed(list(plain.named_modules()))}
         self.layers = dict(layers_of(plain))
         self.held: dict[str, str] = {}
-        flow = self._sweep({})
-        outputs = {
-            name: labels for name, labels in _outputs(flow).items() if name in self.layers or name in flow.across
-        }
-        self.layers |= {name: plain.get_submodule(name) for name in flow.across}
+        self.weights: dict[str, str] = {}
+        flow = self._sweep({}, plain)
+        norms = {self._name(flow, layer) for layer in flow.across}
+        outputs = {name: labels for name, labels in self._outputs(flow).items() if name in self.layers or name in norms}
+        self.layers |= {name: plain.get_submodule(name) for name in norms}
         self.refused = refusals(plain)
         self.held.update({name: self.refused.get(name, _NOT_RUN) for name in self.layers.keys() - outputs.keys()})
         self.all = self._bundled(flow, outputs)
@@ -100,13 +114,14 @@ class _Search:
                 self._hold(members, _WHOLE if can else "no layer that writes these channels can have a gate")
             else:
                 left[key] = _Members(can)
-        goal = self._gone(left)
+        goal = self._gone(left, self.plain)
         held = {key: left.pop(key) for key in list(left) if not goal[key]}
-        because = self._closed_on(held) if held else (None, {})
+        because = self._closed_on(held, self.plain) if held else (None, {})
         for key in held:
             self._hold(self.all[key], f"these channels stay: {self._why(*because, key)}")
+        goals = {model: self._gone(left, model) for model in (self.plain, self.shifted)}
         for turn in range(max((len(members.numbers) for members in left.values()), default=0)):
-            left = self._without(turn, left, goal)
+            left = self._without(turn, left, goals)
         self._check(left)
         for key, members in left.items():
             for name in self.all[key].numbers.keys() - members.numbers.keys():
@@ -120,14 +135,28 @@ class _Search:
             {name: self.held[name] for name in self.layers if name in self.held},
         )
 
-    def _sweep(self, closed: ClosedGates) -> Flow:
+    def _sweep(self, closed: ClosedGates, plain: nn.Module) -> Flow:
         """The sweeps as in training, where only closed gates count; constants are dropped, as gates may come later."""
-        flow = Flow(self.graph, self.plain, "drop", closed, narrow_norms=True).run(RULES)
+        flow = Flow(self.graph, plain, "drop", closed, None, self.numbers, True).run(RULES)
         if flow.heads:  # attention loses whole heads or nothing; the first sweep can't know that some would be dead
             by_head = {view: axis for heads in flow.heads for view, axis in heads.views.items()}
-            flow = Flow(self.graph, self.plain, "drop", closed, by_head, narrow_norms=True).run(RULES)
-        pin_training_only(flow, self.plain, self.example_inputs, self.tracer)
+            flow = Flow(self.graph, plain, "drop", closed, by_head, self.numbers, True).run(RULES)
+        pin_training_only(flow, plain, self.example_inputs, self.tracer)
         return flow
+
+    def _name(self, flow: Flow, layer: str) -> str:
+        """A layer's first name, where it has several."""
+        return self.first.get(id(self.plain.get_submodule(layer)), layer) if layer in flow.modules else layer
+
+    def _outputs(self, flow: Flow) -> dict[str, Labels]:
+        """What is known of the outputs of each layer, and of each norm that may be narrowed, as they run."""
+        places = [(flow.order[mixer.node], mixer.layer, mixer.weight, mixer.output.labels) for mixer in flow.mixers]
+        places += [(flow.order[norm.node], layer, norm.weight, norm.labels) for layer, norm in flow.across.items()]
+        found = {}
+        for _, layer, weight, labels in sorted(places, key=lambda place: place[0]):
+            name = self._name(flow, layer)
+            found[name], self.weights[name] = labels, weight
+        return found
 
     def _bundled(self, flow: Flow, outputs: dict[str, Labels]) -> list[_Members]:
         """Layers that share classes of channels, together."""
@@ -159,31 +188,35 @@ class _Search:
     def _can(self, name: str) -> bool:
         return name not in self.refused and has_gated_class(self.layers[name])
 
+    def _as_row(self, name: str) -> str:
+        """What a plan calls a layer: by its weight."""
+        return self.weights[name].removesuffix(".weight")
+
     def _hold(self, members: _Members, why: str) -> None:
         self.held.update(dict.fromkeys(members.numbers, why))
 
-    def _gone(self, left: dict[int, _Members]) -> dict[int, int]:
+    def _gone(self, left: dict[int, _Members], model: nn.Module) -> dict[int, int]:
         """How many outputs of their layers go if every second channel of each bundle is closed on these."""
-        decision, outputs = self._closed_on(left)
+        decision, outputs = self._closed_on(left, model)
         if decision is None:
             return dict.fromkeys(left, 0)
         gone = {name: int((~decision.kept[labels]).sum()) for name, labels in outputs.items()}
         return {key: sum(gone[name] for name in self.all[key].numbers) for key in left}
 
-    def _closed_on(self, left: dict[int, _Members]) -> tuple[Decision | None, dict[str, Labels]]:
+    def _closed_on(self, left: dict[int, _Members], model: nn.Module) -> tuple[Decision | None, dict[str, Labels]]:
         """What would stay, and what is known of the layers' outputs; nothing is decided where all would collapse."""
-        flow = self._sweep(self._closed(left.values()))
+        flow = self._sweep(self._closed(left.values()), model)
         try:
-            return decide(flow), _outputs(flow)
+            return decide(flow), self._outputs(flow)
         except CollapseError:
-            return None, _outputs(flow)
+            return None, self._outputs(flow)
 
     def _closed(self, several: Iterable[_Members]) -> ClosedGates:
         closed: ClosedGates = {}
         for members in several:
             for name, numbers in members.numbers.items():
                 rows = np.array([number % 2 == 1 and number >= 0 for number in numbers])
-                closed[f"{name}.weight"] = (None, rows) if _is_turned(self.layers[name]) else (rows, None)
+                closed[self.weights[name]] = (None, rows) if _is_turned(self.layers[name]) else (rows, None)
         return closed
 
     def _why(self, decision: Decision | None, outputs: dict[str, Labels], key: int) -> str:
@@ -192,8 +225,10 @@ class _Search:
         whys = [] if decision is None else [str(why) for each in labels for why in decision.why[each] if why != "used"]
         return Counter(whys).most_common(1)[0][0] if whys else "what writes them is more than these layers"
 
-    def _without(self, turn: int, left: dict[int, _Members], goal: dict[int, int]) -> dict[int, _Members]:
-        """Leave out one layer of each bundle, where as many channels go all the same."""
+    def _without(
+        self, turn: int, left: dict[int, _Members], goals: dict[nn.Module, dict[int, int]]
+    ) -> dict[int, _Members]:
+        """Leave out one layer of each bundle, where as many channels go all the same, with shifts and without."""
         tried = {}
         for key, members in left.items():
             names = list(self.all[key].numbers)
@@ -203,8 +238,10 @@ class _Search:
                 tried[key] = _Members(fewer)
         if not tried:
             return left
-        gone = self._gone({**left, **tried})
-        return {key: tried[key] if key in tried and gone[key] >= goal[key] else left[key] for key in left}
+        for model, goal in goals.items():
+            gone = self._gone({**left, **tried}, model)
+            tried = {key: members for key, members in tried.items() if gone[key] >= goal[key]}
+        return {**left, **tried}
 
     @torch.no_grad()
     def _check(self, left: dict[int, _Members]) -> None:
@@ -225,18 +262,11 @@ class _Search:
             return
         rows_of = {row.layer: row for row in made.rows}
         for key in list(left):
-            found = [rows_of[name] for name in self.all[key].numbers if name in rows_of]
+            found = [rows_of[name] for name in map(self._as_row, self.all[key].numbers) if name in rows_of]
             if all(row.kept == row.total for row in found):
                 why = next((row.why.partition(" ")[2] for row in found if row.why), "the code counts on them")
                 self._hold(self.all[key], f"these channels stay: {why}")
                 del left[key]
-
-
-def _outputs(flow: Flow) -> dict[str, Labels]:
-    """What is known of the outputs of each layer, and of each norm that may be narrowed, in the order of their runs."""
-    places = [(flow.order[mixer.node], mixer.layer, mixer.output.labels) for mixer in flow.mixers]
-    places += [(flow.order[norm.node], layer, norm.labels) for layer, norm in flow.across.items()]
-    return {layer: labels for _, layer, labels in sorted(places, key=lambda place: place[0])}
 
 
 def _numbered(roots: Labels, reasons: dict[int, str], number: dict[int, int]) -> tuple[int, ...]:
