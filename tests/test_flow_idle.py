@@ -311,6 +311,20 @@ def test_norm_that_is_read_elsewhere_stays():
     assert plan.idle == {"mlp1": "zeros"}
 
 
+def test_norm_that_is_read_in_training_only_stays():
+    class Both(Transformer):
+        def forward(self, x):
+            x = self.embed(x)
+            y = self.norm1(x)
+            x = self.norm3(x + self.mlp1(y))
+            return x + 0.1 * y if self.training else x
+
+    model, x = settle_(Both(), torch.randn(4, 7, 5)), torch.randn(4, 7, 5, dtype=torch.float64)
+    close_(model.mlp1.fc2, range(8))
+    plan, _ = shrink_all(model, x)
+    assert plan.idle == {"mlp1": "zeros"}
+
+
 def test_saved_and_loaded(tmp_path):
     model = net(Block())
     x = image()

@@ -54,7 +54,10 @@ def idle_modules(
     found = dict.fromkeys(_outermost(_identities(flow, calls), flow), IDENTITY)
     zeros = [name for name in _zeros(flow, decision, calls) if not is_inside(name, found)]
     found |= dict.fromkeys(_outermost(zeros, None), ZEROS)
-    found = _that_may_go_from_training(flow, found, model, example_inputs, tracer)
+    training = _in_training(flow, model, example_inputs, tracer) if found else None
+    if training is None:
+        return {}
+    found = {name: kind for name, kind in found.items() if _may_go_from(*training, name, kind)}
     without = partial(shared_without_idle, layout=layout)
 
     def unmissed(some: Mapping[str, str]) -> bool:
@@ -68,34 +71,28 @@ def idle_modules(
         idle = {}
         for several in kinds.values():
             idle |= several if unmissed(idle | several) else {}
-    norms = dict.fromkeys(_norms_before(flow, calls, idle), UNREAD)
+    unread = {*_norms_before(flow, calls, idle)} & {*_norms_before(*training, idle)}
+    norms = {name: UNREAD for name in calls if name in unread}
     return idle | norms if norms and unmissed(idle | norms) else idle
 
 
-def _that_may_go_from_training(
-    flow: Flow,
-    found: dict[str, str],
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    tracer: Callable[..., Graph],
-) -> dict[str, str]:
-    """Those that have one input and one output in training mode, too, and whose memory nobody writes to there."""
-    if not found:
-        return {}
+def _in_training(
+    flow: Flow, model: nn.Module, example_inputs: ExampleInputs, tracer: Callable[..., Graph]
+) -> tuple[Flow, dict[str, _Call]] | None:
+    """What a model does in training mode; None where that can't be traced."""
     try:
         graph = tracer(model, example_inputs, train=True, frozen=flow.frozen_norms)
     except TraceError:
-        return {}
+        return None
     other = Flow(graph, model, flow.constants).run(RULES)
-    calls = _calls(other)
-    return {
-        name: kind
-        for name, kind in found.items()
-        if name in calls
-        and alike(calls[name].given, calls[name].result)
-        and _can_go(other, name, calls[name])
-        and (kind != IDENTITY or _memory_is_free(other, calls[name]))
-    }
+    return other, _calls(other)
+
+
+def _may_go_from(flow: Flow, calls: dict[str, _Call], name: str, kind: str) -> bool:
+    """Whether a module has one input and one output in training mode, too, and nobody writes to its memory there."""
+    call = calls.get(name)
+    fits = call is not None and alike(call.given, call.result) and _can_go(flow, name, call)
+    return fits and call is not None and (kind != IDENTITY or _memory_is_free(flow, call))
 
 
 def idle_parts(model: nn.Module, idle: Mapping[str, str], layout: str) -> dict[int, nn.Module]:
