@@ -21,7 +21,7 @@ from narrowgate.flow.analysis import ClosedGates, Flow
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.decide import CollapseError, Decision, components, decide
 from narrowgate.flow.plan import plan_traced
-from narrowgate.flow.rules import RULES
+from narrowgate.flow.rules import swept_by_head
 from narrowgate.flow.state import PINNED, Labels
 from narrowgate.flow.trace import ExampleInputs, Graph, Tracer, without_gc
 from narrowgate.flow.training import pin_training_only
@@ -30,7 +30,7 @@ from narrowgate.flow.unknown import Numbers, has_numbers, lacks_numbers
 from narrowgate.flow.unproven import fill_vectors_, known_numbers
 from narrowgate.groups import Bundle, Coupled
 from narrowgate.sites import layers_of, refusals
-from narrowgate.swap import has_gated_class, is_conv1d
+from narrowgate.swap import has_gated_class, is_turned
 
 _OUTPUT = "for the model's output"
 _NOT_RUN = "the example inputs do not lead through it, or it can't be followed"
@@ -137,10 +137,7 @@ class _Search:
 
     def _sweep(self, closed: ClosedGates, plain: nn.Module) -> Flow:
         """The sweeps as in training, where only closed gates count; constants are dropped, as gates may come later."""
-        flow = Flow(self.graph, plain, "drop", closed, None, self.numbers, True).run(RULES)
-        if flow.heads:  # attention loses whole heads or nothing; the first sweep can't know that some would be dead
-            by_head = {view: axis for heads in flow.heads for view, axis in heads.views.items()}
-            flow = Flow(self.graph, plain, "drop", closed, by_head, self.numbers, True).run(RULES)
+        flow = swept_by_head(self.graph, plain, "drop", closed, self.numbers, narrow_norms=True)
         pin_training_only(flow, plain, self.example_inputs, self.tracer)
         return flow
 
@@ -216,7 +213,7 @@ class _Search:
         for members in several:
             for name, numbers in members.numbers.items():
                 rows = np.array([number % 2 == 1 and number >= 0 for number in numbers])
-                closed[self.weights[name]] = (None, rows) if _is_turned(self.layers[name]) else (rows, None)
+                closed[self.weights[name]] = (None, rows) if is_turned(self.layers[name]) else (rows, None)
         return closed
 
     def _why(self, decision: Decision | None, outputs: dict[str, Labels], key: int) -> str:
@@ -253,7 +250,7 @@ class _Search:
             for name, numbers in members.numbers.items():
                 layer = zeroed.get_submodule(name)
                 where = [i for i, number in enumerate(numbers) if number % 2 == 1 and number >= 0]
-                for kind, axis in (("weight", int(_is_turned(layer))), ("bias", 0)):
+                for kind, axis in (("weight", int(is_turned(layer))), ("bias", 0)):
                     if (tensor := layer._parameters.get(kind)) is not None:
                         tensor.index_fill_(axis, torch.tensor(where, dtype=torch.long, device=tensor.device), 0.0)
         try:
@@ -277,7 +274,3 @@ def _numbered(roots: Labels, reasons: dict[int, str], number: dict[int, int]) ->
 def _said(reasons: dict[int, str], roots: Labels) -> str:
     why = Counter(reasons[one] for one in roots.tolist()).most_common(1)[0][0]
     return "its outputs are the model's" if why == _OUTPUT else f"its channels stay: {why}"
-
-
-def _is_turned(layer: nn.Module) -> bool:
-    return bool(getattr(layer, "transposed", False)) or is_conv1d(layer)

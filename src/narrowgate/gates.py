@@ -242,6 +242,7 @@ class GroupGate(Gate):
         else:
             self.__dict__["shared"] = shared
         self._numbers = tuple(numbers)
+        self._in_order = self._numbers == tuple(range(shared.size))
         self.register_buffer("g", torch.tensor(numbers, dtype=torch.float32, device=shared.g.device))
 
     @property
@@ -272,8 +273,8 @@ class GroupGate(Gate):
     def spread(self, values: Tensor) -> Tensor:
         """A factor for each row or column: its group's, and 1 for one that is in no group."""
         values = values.to(self.g.device)
-        if len(self.g) == len(self._numbers) and self._numbers == tuple(range(len(values))):
-            return values  # as they come; after a cut, fewer are left
+        if self._in_order and len(self.g) == len(values):  # after a cut, fewer are left
+            return values
         return torch.cat([values, values.new_ones(1)])[self.numbers]
 
 

@@ -15,7 +15,7 @@ from narrowgate.flow.analysis import Flow, Mixer, Wall
 from narrowgate.flow.copies import copy_structure
 from narrowgate.flow.decide import CollapseError, components
 from narrowgate.flow.plan import Plan, plan
-from narrowgate.flow.rules import RULES
+from narrowgate.flow.rules import swept_by_head
 from narrowgate.flow.state import PINNED, Labels
 from narrowgate.flow.trace import ExampleInputs, trace, without_gc
 from narrowgate.flow.training import pin_training_only
@@ -168,10 +168,7 @@ def _flow(model: nn.Module, example_inputs: ExampleInputs) -> Flow:
     """The sweeps as in training, where a zero may yet learn: nothing counts as dead, so all couplings show."""
     plain, closed = ungated(model), closed_gates(model)
     graph = trace(plain, example_inputs)
-    flow = Flow(graph, plain, "exact", closed).run(RULES)
-    if flow.heads:  # attention loses whole heads or nothing; the first sweep can't know that some would be dead
-        by_head = {view: axis for heads in flow.heads for view, axis in heads.views.items()}
-        flow = Flow(graph, plain, "exact", closed, by_head).run(RULES)
+    flow = swept_by_head(graph, plain, "exact", closed, None, narrow_norms=False)
     pin_training_only(flow, plain, example_inputs)
     return flow
 

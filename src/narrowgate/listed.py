@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from narrowgate.groups import Family, Part
-from narrowgate.swap import NORMS, has_gated_class, in_channels, is_conv1d, out_channels
+from narrowgate.swap import NORMS, has_gated_class, in_channels, is_turned, out_channels
 
 Slice = tuple[str, int, Sequence[int]]
 """A parameter's name, an axis of it, and positions along that axis."""
@@ -102,7 +102,7 @@ def _side(group: str, layer: nn.Module, parameter: str, axis: int) -> Side:
     axes: dict[int, Side] = {0: "gate", 1: "gate_in"}
     if isinstance(layer, NORMS):
         axes = {0: "gate"}
-    elif bool(getattr(layer, "transposed", False)) or is_conv1d(layer):
+    elif is_turned(layer):
         axes = {0: "gate_in", 1: "gate"}
     if axis not in axes:
         raise ValueError(f"group {group!r}: axis {axis} of {parameter!r} is neither its outputs nor its inputs")

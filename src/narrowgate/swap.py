@@ -128,6 +128,11 @@ def is_conv1d(layer: nn.Module) -> bool:
     return any(full_name(cls) == _CONV1D for cls in type(layer).__mro__)
 
 
+def is_turned(layer: nn.Module) -> bool:
+    """Whether a layer's weight is (in, out)."""
+    return bool(getattr(layer, "transposed", False)) or is_conv1d(layer)
+
+
 def full_name(cls: type) -> str:
     """A class by module and name, which tells it from its namesakes."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -90,9 +90,9 @@ def _in_training(
 
 def _may_go_from(flow: Flow, calls: dict[str, _Call], name: str, kind: str) -> bool:
     """Whether a module has one input and one output in training mode, too, and nobody writes to its memory there."""
-    call = calls.get(name)
-    fits = call is not None and alike(call.given, call.result) and _can_go(flow, name, call)
-    return fits and call is not None and (kind != IDENTITY or _memory_is_free(flow, call))
+    if name not in calls or not alike(calls[name].given, calls[name].result):
+        return False
+    return _can_go(flow, name, calls[name]) and (kind != IDENTITY or _memory_is_free(flow, calls[name]))
 
 
 def idle_parts(model: nn.Module, idle: Mapping[str, str], layout: str) -> dict[int, nn.Module]:
@@ -236,8 +236,10 @@ def _can_go(flow: Flow, name: str, call: _Call) -> bool:
 
 
 def _memory_is_free(flow: Flow, call: _Call) -> bool:
-    """Whether what goes into a module and what comes out may be one tensor: nobody writes to either of them afterwards,
-    and the model does not hand out both, or what came in from outside."""
+    """Whether what goes into a module and what comes out may be one tensor.
+
+    Nobody writes to either of them afterwards, and the model does not hand out both, or what came in from outside.
+    """
     graph = flow.graph
     memory = memory_of(graph.nodes)
     given, result = memory[call.given], memory[call.result]

@@ -22,6 +22,17 @@ RULES: dict[str, Callable[[Flow, Node], None]] = {
 }
 
 
+def swept_by_head(
+    graph: Graph, model: nn.Module, constants: str, closed: ClosedGates, numbers: Numbers | None, narrow_norms: bool
+) -> Flow:
+    """The same for who is coupled with whom: all attention loses whole heads, as if some of them were dead."""
+    flow = Flow(graph, model, constants, closed, None, numbers, narrow_norms).run(RULES)
+    if not flow.heads:
+        return flow
+    by_head = {view: axis for heads in flow.heads for view, axis in heads.views.items()}
+    return Flow(graph, model, constants, closed, by_head, numbers, narrow_norms).run(RULES)
+
+
 def swept(
     graph: Graph,
     model: nn.Module,

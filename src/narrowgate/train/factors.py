@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from narrowgate.flow import Plan
 from narrowgate.flow.surgery import cut
 from narrowgate.gated import GatedLayer
-from narrowgate.swap import out_channels
+from narrowgate.swap import is_turned, out_channels
 
 
 @torch.no_grad()
@@ -32,12 +32,11 @@ def gate_factors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
         weight = layer.get_parameter("weight")
         factors[f"{prefix}weight"] = layer.scale_weight(torch.ones_like(weight), out, into)
         if out is not None and out.dim():
-            factors[f"{prefix}bias"] = out.to(weight.dtype).expand(out_channels(layer)).clone()
-            if (
-                layer._parameters.get("bias") is None and f"{prefix}weight" in plan.cuts
-            ):  # one that constants called for
-                rows = plan.cuts[f"{prefix}weight"].keep.get(1 if getattr(layer, "transposed", False) else 0)
-                factors[f"{prefix}bias"] = factors[f"{prefix}bias"][... if rows is None else rows]
+            bias = out.to(weight.dtype).expand(out_channels(layer)).clone()
+            how = plan.cuts.get(f"{prefix}weight")
+            if layer._parameters.get("bias") is None and how is not None:  # a new one, for constants
+                bias = bias[how.keep.get(int(is_turned(layer)), ...)]
+            factors[f"{prefix}bias"] = bias
     for name, factor in factors.items():
         if name in plan.cuts and plan.cuts[name].shape == factor.shape:
             factors[name] = cut(factor, plan.cuts[name])
